@@ -1,0 +1,148 @@
+"""The contract between a codec and the archive: one class per codec, one instance per configuration.
+
+A codec sees arrays, never files. The archive calls `learn` once per new library segment, stores what it returns, calls
+`start` with it, and then `encode` and `decode`, one unit at a time and from several threads at once. Given the same
+state and unit, `encode` returns the same bytes on every machine and thread count. `decode` is exact: the same payload
+gives the same values everywhere, bit by bit, so float arithmetic is limited to single IEEE operations in a stated order.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from pltpack.snapshot import Identity, LayerGeometry
+
+#: Tokens at the start of a session that every lossy tier keeps bit-exact: attention sinks.
+SINK_TOKENS = 4
+
+State = Mapping[str, np.ndarray]
+KeyValue = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """What is known of a unit besides its values.
+
+    Attributes
+    ----------
+    layer : int
+        Layer index.
+    geometry : LayerGeometry
+        Shape and dtype of that layer.
+    position : int
+        Position of the unit's first token in its session.
+    tokens : int
+        Number of tokens, at least 1.
+    boundary : int
+        Tokens between the unit's end and the next place where a session may be cut and continued (a session's end or
+        a branch of the trie); 0 if the unit ends there. Known to the encoder only: `decode` must not read it.
+    """
+
+    layer: int
+    geometry: LayerGeometry
+    position: int
+    tokens: int
+    boundary: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSample:
+    """A run of consecutive tokens of one layer: `unit` says where, the arrays are ``[H, T, D_k]`` and ``[H, T, D_v]``."""
+
+    unit: Unit
+    keys: np.ndarray
+    values: np.ndarray
+
+
+class Samples(Protocol):
+    """A sample of the sessions to be encoded, read layer by layer."""
+
+    def layer(self, index: int) -> Sequence[LayerSample]:
+        """Runs of one layer; may be empty."""
+        ...
+
+
+class Codec(abc.ABC):
+    """Abstract base of all codecs.
+
+    Subclasses set `codec_id` and take their configuration, JSON values only, as keyword arguments of ``__init__``.
+    """
+
+    #: Name in the registry and in archives.
+    codec_id: ClassVar[str]
+    #: Whether decoding gives back every bit.
+    exact: ClassVar[bool] = False
+
+    def get_config(self) -> dict[str, Any]:
+        """The configuration as JSON values: the keyword arguments that make an equal codec."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Codec:
+        """Make the codec that `get_config` described.
+
+        Raises
+        ------
+        ValueError
+            If the configuration has unknown keys or values out of range.
+        """
+        try:
+            return cls(**config)
+        except TypeError as error:
+            raise ValueError(f"codec {cls.codec_id!r} does not take this configuration: {error}") from None
+
+    @abc.abstractmethod
+    def learn(self, samples: Samples, identity: Identity) -> dict[str, np.ndarray]:
+        """Learn the state (static tables, means, scales) that goes into the library; no more than a few MB.
+
+        Must work with an empty sample: every later unit must still be encodable.
+        """
+
+    @abc.abstractmethod
+    def start(self, state: State, identity: Identity) -> None:
+        """Check the state as untrusted input and prepare for `encode` and `decode`.
+
+        Raises
+        ------
+        ValueError
+            If the state does not fit the codec or the identity's geometry.
+        """
+
+    @abc.abstractmethod
+    def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
+        """Encode one unit.
+
+        Parameters
+        ----------
+        unit : Unit
+        keys, values : ndarray
+            ``[H, T, D_k]`` and ``[H, T, D_v]`` in the stored dtype; any bit pattern, NaN and infinities included.
+            Not necessarily contiguous.
+        reference : (ndarray, ndarray), optional
+            Decoded centroid values of the same shape and dtype; the decoder will be given the same.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self,
+        payload: memoryview,
+        unit: Unit,
+        keys: np.ndarray,
+        values: np.ndarray,
+        reference: KeyValue | None = None,
+    ) -> None:
+        """Decode one unit into `keys` and `values` (stored dtype, possibly strided along the token axis).
+
+        The payload has passed its checksum but is still untrusted: it must not cause reads or writes out of bounds,
+        a hang, or an allocation beyond a small multiple of the unit's size.
+
+        Raises
+        ------
+        ValueError
+            If the payload is malformed.
+        """
