@@ -147,7 +147,7 @@ class RadixTrie:
         self._tokens = np.empty(1024, dtype=np.int32)
         self._used = 0
         self._count = 1
-        self._columns: dict[str, np.ndarray] = {name: np.zeros(64, dtype=dtype) for name, dtype in self._COLUMNS.items()}
+        self._columns: dict[str, np.ndarray] = {n: np.zeros(64, dtype=t) for n, t in self._COLUMNS.items()}
         self._slots = np.zeros(128, dtype=np.int32)
         self._columns["owner"][0] = -1
         # Session -> (tokens stored, node where they end).
