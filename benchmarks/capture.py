@@ -87,9 +87,13 @@ def pack(folder: Path, target: Path) -> None:
 
 def unpack(source: Path, folder: Path) -> None:
     """Inverse of `pack`; no entry can leave `folder`."""
-    with source.open("rb") as file, zstandard.ZstdDecompressor(max_window_size=1 << 26).stream_reader(file) as stream:
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
-            tar.extractall(folder, filter="data")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 26)
+    with (
+        source.open("rb") as file,
+        decompressor.stream_reader(file) as stream,
+        tarfile.open(fileobj=stream, mode="r|") as tar,
+    ):
+        tar.extractall(folder, filter="data")
 
 
 def main() -> None:
