@@ -304,7 +304,9 @@ class Snapshot:
         geometry = tuple(layer_geometry(i, k, v, len(ids)) for i, (k, v) in enumerate(arrays))
         base = identity if identity is not None else Identity()
         if base.layers and len(base.layers) == len(geometry):
-            geometry = tuple(dataclasses.replace(g, window=b.window) for g, b in zip(geometry, base.layers, strict=True))
+            geometry = tuple(
+                dataclasses.replace(g, window=b.window) for g, b in zip(geometry, base.layers, strict=True)
+            )
         return cls(session, ids, dataclasses.replace(base, layers=geometry), ArraySource(arrays), **extra)
 
     def __len__(self) -> int:

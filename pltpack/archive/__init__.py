@@ -1,0 +1,1 @@
+"""Archives: plan, write, read, append, compact, verify; ties trie, codecs, format and dumps together."""

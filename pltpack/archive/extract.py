@@ -1,0 +1,228 @@
+"""`decompress` and `verify`: an archive's sessions as dumps again, and the checks of an archive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pltpack.archive.create import PathLike, quiet
+from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
+from pltpack.archive.reader import Archive, check_layers, check_tokens, decode_layer
+from pltpack.archive.segments import Segment, Shard
+from pltpack.dumps import open_dumps, write_dump
+from pltpack.errors import ConflictError, FormatError, NotFoundError
+from pltpack.format import durable
+from pltpack.snapshot import Identity, Snapshot
+
+
+def decompress(
+    archive: PathLike,
+    out: PathLike,
+    *,
+    to: str = "safetensors",
+    sessions: Sequence[str] | None = None,
+    layers: range | None = None,
+    tokens: slice | None = None,
+    identity: Identity | None = None,
+    accept_unknown: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write sessions as dumps; the output appears whole or not at all.
+
+    Parameters
+    ----------
+    archive : path-like
+    out : path-like
+        Folder (or file, by format) to make; must not exist, or be an empty folder.
+    to : str
+        Dump format.
+    sessions : sequence of str, optional
+        All by default.
+    layers : range, optional
+        Layers to decode; they are numbered from 0 in the output.
+    tokens : slice, optional
+        Token range of every session.
+    identity, accept_unknown
+        The loader's identity; see `Archive`.
+    progress : callable, optional
+        ``progress(stage, done, total)`` in raw bytes.
+
+    Returns
+    -------
+    list of Path
+        The files written.
+
+    Raises
+    ------
+    FormatError, IdentityError, NotFoundError, UnsupportedError
+    ConflictError
+        If `out` exists.
+    """
+    target = Path(out)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConflictError("it exists already", target)
+    with Archive(archive, identity, accept_unknown) as opened:
+        names = list(opened.sessions if sessions is None else sessions)
+        chosen = [_part(opened, name, layers, tokens) for name in names]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temp = durable.temp_name(target)
+        try:
+            written = write_dump(_counted(chosen, progress or quiet), temp, to)
+            os.replace(temp, target)
+        except BaseException:
+            _remove(temp)
+            raise
+        durable.sync_folder(target.parent)
+    return [target if path == temp else target / path.relative_to(temp) for path in written]
+
+
+def _remove(path: Path) -> None:
+    import shutil
+
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _part(archive: Archive, name: str, layers: range | None, tokens: slice | None) -> Snapshot:
+    whole = archive.snapshot(name)
+    chosen = check_layers(layers, len(whole.identity.layers))
+    start, stop = check_tokens(tokens, len(whole))
+    identity = Identity(**{**whole.identity.__dict__, "layers": tuple(whole.identity.layers[i] for i in chosen)})
+    return Snapshot(name, whole.tokens[start:stop], identity, _Window(whole, chosen, start), whole.origin)
+
+
+class _Window:
+    """A `LayerSource` over a range of layers and tokens of another snapshot."""
+
+    def __init__(self, whole: Snapshot, layers: range, start: int) -> None:
+        self._whole, self._layers, self._start = whole, layers, start
+
+    def layer(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `pltpack.snapshot.LayerSource.layer`."""
+        return self._whole.layer(self._layers[index], self._start + start, self._start + stop)
+
+
+def _counted(snapshots: Sequence[Snapshot], progress: Progress) -> Iterator[Snapshot]:
+    total, done = sum(s.raw_bytes for s in snapshots), 0
+    for snapshot in snapshots:
+        progress("decode", done, total)
+        yield snapshot
+        done += snapshot.raw_bytes
+        progress("decode", done, total)
+
+
+def verify(
+    archive: PathLike,
+    *,
+    against: Sequence[PathLike | Snapshot] | None = None,
+    format: str | None = None,
+    tokens: PathLike | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Check every digest of an archive, decode every unit, and compare with dumps if given.
+
+    Parameters
+    ----------
+    archive : path-like
+    against : sequence of path-like or Snapshot, optional
+        Dumps to compare with, session by session.
+    format, tokens
+        As for `pltpack.compress`.
+    progress : callable, optional
+
+    Returns
+    -------
+    dict
+        ``sessions``, ``units``, ``generation``; with `against` also ``compared`` (per session ``bit_exact``,
+        ``max_abs_difference``, ``relative_rms_error``) and ``differences``: what breaks the session's promise, one
+        sentence each (a bit that differs in an exact tier; missing sessions; other tokens or identity).
+
+    Raises
+    ------
+    FormatError
+        If anything in the archive is damaged.
+    """
+    with Archive(archive) as opened:
+        report: dict[str, Any] = {"generation": opened.manifest.generation, "sessions": len(opened.sessions)}
+        report["units"] = _verify_files(opened, progress or quiet)
+        if against is not None:
+            paths = [dump for dump in against if not isinstance(dump, Snapshot)]
+            dumps = [dump for dump in against if isinstance(dump, Snapshot)]
+            dumps += open_dumps(paths, format=format, tokens=tokens) if paths else []
+            compared: dict[str, Any] = {}
+            report["differences"] = []
+            for dump in dumps:
+                row, difference = _compare(opened, dump)
+                compared[dump.session] = row
+                report["differences"] += difference
+            report["compared"] = compared
+        return report
+
+
+def _verify_files(archive: Archive, progress: Progress) -> int:
+    shards = [archive.shard(name) for name in archive.sessions]
+    segments: list[Segment] = [*archive.libraries, *shards]
+    total, done, units = sum(segment.entry.bytes for segment in segments), 0, 0
+    for segment in segments:
+        if segment.container.payload_sha256() != segment.entry.payload_sha256:
+            raise FormatError("payload does not have the digest that the manifest gives", segment.container.path)
+        for _ in in_order(_decoder(segment), _parts(segment), archive.pool):
+            pass
+        units += len(segment.units)
+        done += segment.entry.bytes
+        progress("verify", done, total)
+    return units
+
+
+def _parts(segment: Segment) -> Iterable[int]:
+    return range(len(segment.identity.layers) if isinstance(segment, Shard) else len(segment.units))
+
+
+def _decoder(segment: Segment) -> Callable[[int], None]:
+    def decode(part: int) -> None:
+        # A shard is decoded as a reader would, so that its mapping and its corrections are checked too.
+        if isinstance(segment, Shard):
+            decode_layer(segment, part, 0, len(segment.tokens))
+        else:
+            segment.decode(segment.units[part])
+
+    return decode
+
+
+def _compare(archive: Archive, dump: Snapshot) -> tuple[dict[str, Any], list[str]]:
+    name = dump.session
+    try:
+        rebuilt = archive.snapshot(name)
+    except NotFoundError:
+        return {}, [f"session {name!r} is not in the archive"]
+    if not np.array_equal(rebuilt.tokens, dump.tokens):
+        return {}, [f"session {name!r} has other tokens"]
+    if rebuilt.identity != dump.identity:
+        return {}, [f"session {name!r} has another identity"]
+    shard = archive.shard(name)
+    exact = all(shard.codec_of(unit).exact for unit in shard.units) and all(
+        library.codec(int(unit["state"])).exact
+        for run in shard.runs
+        for library in (shard.libraries[run["library"]],)
+        for unit in library.units_of(int(run["node"]))
+    )
+    equal, largest, worst = True, 0.0, 0.0
+    for layer in range(len(dump.identity.layers)):
+        a, b = dump.layer(layer), rebuilt.layer(layer)
+        if all(same_bits(x, y) for x, y in zip(a, b, strict=True)):
+            continue
+        equal = False
+        worst = max(worst, relative_error(a, b))
+        for x, y in zip(a, b, strict=True):
+            gap = np.abs(x.astype(np.float64) - y.astype(np.float64))
+            largest = max(largest, float(np.nanmax(gap, initial=0.0)))
+    row = {"bit_exact": equal, "exact_tier": exact, "max_abs_difference": largest, "relative_rms_error": worst}
+    if exact and not equal:
+        return row, [f"session {name!r} is in an exact tier but differs (by up to {largest:g})"]
+    return row, []

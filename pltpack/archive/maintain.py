@@ -1,0 +1,80 @@
+"""`compact` and `gc`: fewer segments, and no files that no manifest names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from pltpack.archive.create import PathLike, open_for_writing, quiet
+from pltpack.archive.encoding import Progress
+from pltpack.archive.merge import Merger
+from pltpack.archive.reader import Archive
+from pltpack.archive.writer import next_library, shard_path
+from pltpack.format import durable
+from pltpack.format.manifest import LIBRARY_NAME, SHARD_NAME, SHARDS, Manifest
+
+_TEMP = re.compile(re.escape(durable.TEMP_PREFIX) + r"[0-9a-f]{16}")
+
+
+def compact(archive: PathLike, progress: Progress | None = None) -> dict[str, Any]:
+    """Merge all library segments into one, drop what no session uses, then collect garbage.
+
+    Units are copied as they are. Readers that have the archive open keep their generation's open files.
+
+    Returns
+    -------
+    dict
+        The new statistics, and ``removed``: the files that were deleted.
+    """
+    folder = Path(archive)
+    tell = progress or quiet
+    with open_for_writing(folder) as current:
+        merger = Merger(current, current.sessions)
+        total, done = merger.payload_bytes, 0
+
+        def advance(size: int) -> None:
+            nonlocal done
+            done += size
+            tell("compact", done, total)
+
+        library = merger.write_library(next_library(folder, current.libraries), advance)
+        sessions = [
+            merger.write_shard(shard, shard_path(folder, shard.entry.session), library, advance)
+            for shard in merger.shards
+        ]
+        manifest = dataclasses.replace(
+            current.manifest, generation=current.manifest.generation + 1, libraries=(library,), sessions=tuple(sessions)
+        )
+        manifest.commit(folder)
+        removed = _collect(folder, manifest)
+    with Archive(folder) as updated:
+        return {**updated.stats(), "removed": removed}
+
+
+def gc(archive: PathLike) -> list[str]:
+    """Remove library segments, shards and temporary files that the manifest does not name.
+
+    Returns
+    -------
+    list of str
+        Names of the removed files, relative to the archive.
+    """
+    folder = Path(archive)
+    with open_for_writing(folder) as current:
+        return _collect(folder, current.manifest)
+
+
+def _collect(folder: Path, manifest: Manifest) -> list[str]:
+    named = {entry.file for entry in (*manifest.libraries, *manifest.sessions)}
+    removed = []
+    for path in sorted([*folder.iterdir(), *(folder / SHARDS).iterdir()]):
+        name = path.relative_to(folder).as_posix()
+        ours = LIBRARY_NAME.fullmatch(name) or SHARD_NAME.fullmatch(name) or _TEMP.fullmatch(path.name)
+        if ours and name not in named and path.is_file() and not path.is_symlink():
+            path.unlink()
+            removed.append(name)
+    durable.sync_folder(folder / SHARDS)
+    durable.sync_folder(folder)
+    return removed

@@ -1,0 +1,172 @@
+"""Rewrite sessions with one library segment that holds just what they use; units are copied, never re-encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pltpack.archive.reader import Archive
+from pltpack.archive.segments import Library, Segment, Shard, dumps_json
+from pltpack.archive.writer import container_metadata, header_reserve, session_entry
+from pltpack.format import tables
+from pltpack.format.container import ContainerWriter
+from pltpack.format.manifest import FileEntry, SessionEntry
+
+NodeKey = tuple[int, int]
+
+
+class Merger:
+    """Collects the nodes and codec states that some sessions use, and writes them and the sessions anew.
+
+    Parameters
+    ----------
+    archive : Archive
+    sessions : sequence of str
+    """
+
+    def __init__(self, archive: Archive, sessions: Sequence[str]) -> None:
+        self._archive = archive
+        self._shards = [archive.shard(name) for name in sessions]
+        self._number = {id(library): index for index, library in enumerate(archive.libraries)}
+        self._by_digest = {library.entry.head_sha256: library for library in archive.libraries}
+        self._states: list[tuple[dict[str, object], np.ndarray]] = []
+        self._state_index: dict[tuple[int, int], int] = {}
+        self._nodes: dict[NodeKey, int] = {}
+        for shard in self._shards:
+            for library, state in shard.states:
+                self._state(shard.libraries[library], state)
+            for run in shard.runs:
+                self._node(shard.libraries[run["library"]], int(run["node"]))
+
+    def _state(self, library: Library, index: int) -> int:
+        key = (self._number[id(library)], index)
+        if key not in self._state_index:
+            codec, config = library.state_entry(index)
+            entry: dict[str, object] = {"codec": codec, "config": config}
+            blob = library.container.array(f"codec.state.{index}", "U8")
+            equal = [i for i, (e, b) in enumerate(self._states) if e == entry and np.array_equal(b, blob)]
+            if not equal:
+                self._states.append((entry, blob))
+            self._state_index[key] = equal[0] if equal else len(self._states) - 1
+        return self._state_index[key]
+
+    def _node(self, library: Library, index: int) -> None:
+        key = (self._number[id(library)], index)
+        if key in self._nodes:
+            return
+        parent = self._parent(library, index)
+        if parent is not None:
+            self._node(self._archive.libraries[parent[0]], parent[1])
+        for state in np.unique(library.units_of(index)["state"]):
+            self._state(library, int(state))
+        self._nodes[key] = len(self._nodes)
+
+    def _parent(self, library: Library, index: int) -> NodeKey | None:
+        node = library.nodes[index]
+        if node["parent"] == tables.NO_NODE:
+            return None
+        if node["parent_library"] == 0:
+            return self._number[id(library)], int(node["parent"])
+        other = self._by_digest.get(library.others[node["parent_library"] - 1])
+        if other is None or node["parent"] >= len(other.nodes):
+            return None
+        return self._number[id(other)], int(node["parent"])
+
+    def write_library(self, path: Path, progress: Callable[[int], None]) -> FileEntry:
+        """Write the segment; `progress` is told the payload bytes copied."""
+        libraries = self._archive.libraries
+        used = [(libraries[lib], node) for lib, node in self._nodes]
+        salts = sorted({lib.salts[lib.nodes[n]["tenant"]] for lib, n in used}, key=lambda s: (s is not None, str(s)))
+        metadata = {
+            **container_metadata("library", self._archive.identity),
+            "states": dumps_json([entry for entry, _ in self._states]),
+            "libraries": "[]",
+            "salts": dumps_json(salts),
+        }
+        container = ContainerWriter(path, header_reserve(metadata, len(self._states)))
+        try:
+            nodes: list[np.void] = []
+            units: list[np.ndarray] = []
+            tokens = [np.empty(0, np.int32)]
+            offset = 0
+            for library, index in used:
+                old = library.nodes[index].copy()
+                records = _copy(container, library, library.units_of(index), progress)
+                records["node"] = len(nodes)
+                records["state"] = [self._state(library, int(s)) for s in records["state"]]
+                parent = self._parent(library, index)
+                first = sum(len(u) for u in units)
+                start = int(old["token_offset"])
+                tokens.append(library.tokens[start : start + int(old["length"])])
+                old["token_offset"], old["first_unit"], old["parent_library"] = offset, first, 0
+                old["parent"] = tables.NO_NODE if parent is None else self._nodes[parent]
+                old["tenant"] = salts.index(library.salts[old["tenant"]])
+                offset += int(old["length"])
+                nodes.append(old)
+                units.append(records)
+            info = container.commit(
+                {
+                    "unit.index": tables.as_bytes(np.concatenate([np.empty(0, tables.UNIT), *units])),
+                    "trie.nodes": tables.as_bytes(np.array(nodes, tables.NODE)),
+                    "trie.tokens": np.concatenate(tokens),
+                    **{f"codec.state.{i}": blob for i, (_, blob) in enumerate(self._states)},
+                },
+                metadata,
+            )
+        finally:
+            container.abort()
+        return FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
+
+    def write_shard(
+        self, shard: Shard, path: Path, library: FileEntry, progress: Callable[[int], None]
+    ) -> SessionEntry:
+        """Write a session's shard so that it refers to the merged segment."""
+        states = sorted({self._state(shard.libraries[lib], state) for lib, state in shard.states})
+        metadata = {
+            **container_metadata("shard", self._archive.identity),
+            "session": shard.entry.session,
+            "libraries": dumps_json([library.head_sha256]),
+            "states": dumps_json([[0, state] for state in states]),
+        }
+        if shard.entry.salt is not None:
+            metadata["salt"] = shard.entry.salt
+        container = ContainerWriter(path, header_reserve(metadata))
+        try:
+            records = _copy(container, shard, shard.units, progress)
+            renumbered = [states.index(self._state(shard.libraries[lib], state)) for lib, state in shard.states]
+            records["state"] = [renumbered[s] for s in records["state"]]
+            runs = shard.runs.copy()
+            runs["node"] = [
+                self._nodes[self._number[id(shard.libraries[r["library"]])], int(r["node"])] for r in shard.runs
+            ]
+            runs["library"] = 0
+            info = container.commit(
+                {"tokens": shard.tokens, "map": tables.as_bytes(runs), "unit.index": tables.as_bytes(records)}, metadata
+            )
+        finally:
+            container.abort()
+        return session_entry(path, info, shard.entry.session, len(shard.tokens), shard.entry.salt)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The sessions' shards."""
+        return self._shards
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload bytes that will be copied."""
+        nodes = sum(int(self._archive.libraries[lib].units_of(n)["length"].sum()) for lib, n in self._nodes)
+        return nodes + sum(shard.container.payload_bytes for shard in self._shards)
+
+
+def _copy(
+    container: ContainerWriter, segment: Segment, units: np.ndarray, progress: Callable[[int], None]
+) -> np.ndarray:
+    records = units.copy()
+    for record in records:
+        payload = segment.checked_payload(record)
+        record["offset"] = container.append(payload)
+        progress(len(payload))
+    return records

@@ -1,0 +1,307 @@
+"""Open library segments and shards: containers with their checked tables and started codecs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pltpack.codec import registry
+from pltpack.codec.base import Codec, KeyValue, Unit
+from pltpack.errors import FormatError, PltpackError
+from pltpack.format import state as state_format
+from pltpack.format import tables
+from pltpack.format.container import Container
+from pltpack.format.manifest import FileEntry, SessionEntry
+from pltpack.snapshot import DTYPES, Identity
+
+
+def open_codec(codec_id: str, config: dict[str, Any], arrays: dict[str, np.ndarray], identity: Identity) -> Codec:
+    """Make a codec and start it with a state."""
+    codec = registry.codec(codec_id, config)
+    codec.start(arrays, identity)
+    return codec
+
+
+class Segment:
+    """What library segments and shards have in common.
+
+    Attributes
+    ----------
+    container : Container
+    units : ndarray
+        Checked unit index.
+    """
+
+    container: Container
+    entry: FileEntry
+    units: np.ndarray
+    identity: Identity
+
+    def _check_kind(self, kind: str) -> None:
+        metadata, path = self.container.metadata, self.container.path
+        if metadata.get("format_version", "").split(".")[0] != "1":
+            raise FormatError(f"format version {metadata.get('format_version')!r} is not supported", path)
+        if metadata.get("kind") != kind:
+            raise FormatError(f"not a {kind} file", path)
+
+    def unit(self, record: np.void) -> Unit:
+        """The codec's view of a unit of the index; positions as `position_of` says."""
+        layer = int(record["layer"])
+        return Unit(layer, self.identity.layers[layer], self.position_of(record), int(record["token_count"]))
+
+    def position_of(self, record: np.void) -> int:
+        """Session position of a unit's first token."""
+        raise NotImplementedError
+
+    def codec_of(self, record: np.void) -> Codec:
+        """The started codec of a unit."""
+        raise NotImplementedError
+
+    def decode(self, record: np.void, reference: KeyValue | None = None, out: KeyValue | None = None) -> KeyValue:
+        """Read, check and decode one unit: keys ``[H, T, D_k]`` and values ``[H, T, D_v]`` in the stored dtype.
+
+        Parameters
+        ----------
+        record : numpy.void
+            Row of `units`.
+        reference : (ndarray, ndarray), optional
+            Mapped values of the same tokens, for a unit with `tables.FLAG_REFERENCE`.
+        out : (ndarray, ndarray), optional
+            Where to decode to; fresh arrays by default.
+
+        Raises
+        ------
+        FormatError
+            If its checksum or its content is wrong.
+        """
+        unit = self.unit(record)
+        shape = unit.geometry
+        dtype = DTYPES[shape.dtype]
+        payload = self.checked_payload(record)
+        if out is None:
+            out = (np.empty((shape.heads, unit.tokens, shape.k_dim), dtype),
+                   np.empty((shape.heads, unit.tokens, shape.v_dim), dtype))  # fmt: skip
+        try:
+            self.codec_of(record).decode(memoryview(payload), unit, out[0], out[1], reference)
+        except ValueError as error:
+            raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
+        return out
+
+    def checked_payload(self, record: np.void) -> bytes:
+        """A unit's encoded bytes.
+
+        Raises
+        ------
+        FormatError
+            If they do not match their checksum.
+        """
+        payload = self.container.payload(int(record["offset"]), int(record["length"]))
+        if xxhash.xxh3_64_intdigest(payload) != int(record["checksum"]):
+            raise FormatError(self._where(record, "does not match its checksum"), self.container.path)
+        return payload
+
+    def _where(self, record: np.void, fact: str) -> str:
+        start = self.position_of(record)
+        return f"unit of layer {record['layer']}, tokens {start}:{start + record['token_count']} {fact}"
+
+    def close(self) -> None:
+        """Close the file."""
+        self.container.close()
+
+
+class Library(Segment):
+    """One segment of the centroid library.
+
+    Parameters
+    ----------
+    folder : Path
+        Archive folder.
+    entry : FileEntry
+        What the manifest says of it.
+    identity : Identity
+        The archive's.
+
+    Raises
+    ------
+    FormatError
+        If the file breaks the specification.
+    """
+
+    def __init__(self, folder: Path, entry: FileEntry, identity: Identity) -> None:
+        self.entry, self.identity = entry, identity
+        self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        path, metadata = self.container.path, self.container.metadata
+        self._check_kind("library")
+        self.others = _strings(tables.metadata_list(metadata, "libraries", path), path)
+        self.salts = tables.metadata_list(metadata, "salts", path)
+        self.states = tables.metadata_list(metadata, "states", path)
+        if metadata.get("identity_sha256") != self.identity.digest():
+            raise FormatError("library belongs to another identity than the manifest", path)
+        self.units = tables.read_units(self.container, len(self.identity.layers), len(self.states))
+        self.nodes = tables.read_nodes(self.container, self.units, len(self.others), len(self.salts))
+        self.tokens = self.container.array("trie.tokens", "I32")
+        self._codecs: dict[int, Codec] = {}
+        self._lock = threading.Lock()
+
+    def position_of(self, record: np.void) -> int:
+        """See `Segment.position_of`."""
+        return int(self.nodes[record["node"]]["position"]) + int(record["token_start"])
+
+    def codec_of(self, record: np.void) -> Codec:
+        """See `Segment.codec_of`."""
+        return self.codec(int(record["state"]))
+
+    def state_entry(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Codec name and configuration of one state.
+
+        Raises
+        ------
+        FormatError
+            If there is no such state, or its entry is malformed.
+        """
+        entry = self.states[index] if index < len(self.states) else None
+        if not (isinstance(entry, dict) and isinstance(entry.get("codec"), str)
+                and isinstance(entry.get("config"), dict)):  # fmt: skip
+            raise FormatError(f"codec state {index} is missing or malformed", self.container.path)
+        return entry["codec"], entry["config"]
+
+    def codec(self, index: int) -> Codec:
+        """The started codec of one state; made once."""
+        with self._lock:
+            if index not in self._codecs:
+                codec_id, config = self.state_entry(index)
+                try:
+                    arrays = state_format.unpack(self.container.array(f"codec.state.{index}", "U8"))
+                    self._codecs[index] = open_codec(codec_id, config, arrays, self.identity)
+                except ValueError as error:
+                    raise FormatError(f"codec state {index}: {error}", self.container.path) from None
+                except PltpackError as error:
+                    raise error.at(self.container.path) from None
+            return self._codecs[index]
+
+    def units_of(self, node: int) -> np.ndarray:
+        """Unit records of one node."""
+        record = self.nodes[node]
+        return self.units[record["first_unit"] : record["first_unit"] + record["unit_count"]]
+
+
+class Shard(Segment):
+    """One session's shard.
+
+    Parameters
+    ----------
+    folder : Path
+        Archive folder.
+    entry : SessionEntry
+        What the manifest says of it.
+    identity : Identity
+        The archive's.
+    libraries : sequence of Library
+        All segments of the archive.
+
+    Raises
+    ------
+    FormatError
+        If the file breaks the specification or refers to a segment that the archive does not have.
+    """
+
+    def __init__(self, folder: Path, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
+        self.entry: SessionEntry = entry
+        self.identity = identity
+        self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
+        try:
+            self._load({library.entry.head_sha256: library for library in libraries})
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, known: dict[str, Library]) -> None:
+        path, metadata = self.container.path, self.container.metadata
+        self._check_kind("shard")
+        if metadata.get("session") != self.entry.session or metadata.get("salt") != self.entry.salt:
+            raise FormatError("shard belongs to another session than the manifest says", path)
+        if metadata.get("identity_sha256") != self.identity.digest():
+            raise FormatError("shard belongs to another identity than the manifest", path)
+        digests = _strings(tables.metadata_list(metadata, "libraries", path), path)
+        missing = [digest for digest in digests if digest not in known]
+        if missing:
+            raise FormatError(f"shard refers to library segment {missing[0][:12]}…, which the archive lacks", path)
+        self.libraries = [known[digest] for digest in digests]
+        self.states = self._read_states(tables.metadata_list(metadata, "states", path))
+        self.tokens = self.container.array("tokens", "I32")
+        if len(self.tokens) != self.entry.tokens:
+            raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
+        self.units = tables.read_units(self.container, len(self.identity.layers), len(self.states))
+        ends = self.units["token_start"].astype(np.int64) + self.units["token_count"]
+        if len(ends) and ends.max() > len(self.tokens):
+            raise FormatError("a unit reaches beyond the session's end", path)
+        if len(ends) > 1:
+            same = self.units["layer"][1:] == self.units["layer"][:-1]
+            starts = self.units["token_start"][1:].astype(np.int64)
+            if ((self.units["layer"][1:] < self.units["layer"][:-1]) | (same & (starts < ends[:-1]))).any():
+                raise FormatError("units overlap or are out of order", path)
+        self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries))
+        for run in self.runs:
+            self._check_run(run)
+
+    def _check_run(self, run: np.void) -> None:
+        library, path = self.libraries[run["library"]], self.container.path
+        if run["node"] >= len(library.nodes):
+            raise FormatError(f"mapping table names node {run['node']}, which the library lacks", path)
+        node = library.nodes[run["node"]]
+        start, length = int(run["node_start"]), int(run["length"])
+        if start + length > node["length"] or int(node["position"]) + start != run["session_start"]:
+            raise FormatError("mapping table row does not fit its library node", path)
+        if library.salts[node["tenant"]] != self.entry.salt:
+            raise FormatError("mapping table points to another tenant's node", path)
+        first = int(node["token_offset"]) + start
+        mine = self.tokens[run["session_start"] : run["session_start"] + length]
+        if not np.array_equal(library.tokens[first : first + length], mine):
+            raise FormatError("mapping table points to a node of other tokens", path)
+
+    def _read_states(self, pairs: list[object]) -> list[tuple[int, int]]:
+        out = []
+        for pair in pairs:
+            if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+                    and pair[0] < len(self.libraries) and pair[1] < len(self.libraries[pair[0]].states)):  # fmt: skip
+                raise FormatError("shard names a codec state that no library has", self.container.path)
+            out.append((pair[0], pair[1]))
+        return out
+
+    def position_of(self, record: np.void) -> int:
+        """See `Segment.position_of`."""
+        return int(record["token_start"])
+
+    def codec_of(self, record: np.void) -> Codec:
+        """See `Segment.codec_of`."""
+        library, state = self.states[record["state"]]
+        return self.libraries[library].codec(state)
+
+    @property
+    def mapped_tokens(self) -> int:
+        """Tokens that the mapping table covers."""
+        return int(self.runs["length"].sum(dtype=np.int64))
+
+
+def _strings(values: list[object], path: Path) -> list[str]:
+    if not all(isinstance(value, str) for value in values):
+        raise FormatError("metadata holds something else than strings", path)
+    return [str(value) for value in values]
+
+
+def dumps_json(value: object) -> str:
+    """Compact JSON for container metadata."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)

@@ -1,0 +1,182 @@
+"""`export_session` and `import_session`: one session as one self-contained file, and back.
+
+The file is a plain tar of an archive with one session and the part of the library that it uses
+(spec/format.md, "Session files").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pltpack.archive.create import PathLike, new_archive, open_for_writing
+from pltpack.archive.extract import verify
+from pltpack.archive.merge import Merger
+from pltpack.archive.reader import Archive
+from pltpack.archive.writer import next_library, shard_path
+from pltpack.errors import ConflictError, FormatError
+from pltpack.format import durable
+from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS
+
+#: A manifest, one library segment, one shard.
+MAX_MEMBERS = 3
+
+
+def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
+    """Write one session as a self-contained file, whole or not at all.
+
+    Raises
+    ------
+    NotFoundError
+        If the archive has no such session.
+    ConflictError
+        If `out` exists.
+    """
+    target = Path(out)
+    if target.exists():
+        raise ConflictError("it exists already", target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temp = durable.temp_name(target)
+    folder = temp.with_name(temp.name + ".d")
+    try:
+        with Archive(archive) as opened:
+            merger = Merger(opened, [session])
+            (folder / SHARDS).mkdir(parents=True)
+            library = merger.write_library(next_library(folder, ()), lambda size: None)
+            shard = merger.shards[0]
+            entry = merger.write_shard(shard, shard_path(folder, session), library, lambda size: None)
+            manifest = dataclasses.replace(opened.manifest, generation=1, libraries=(library,), sessions=(entry,))
+        with open(temp, "xb") as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+                _add(tar, NAME, io.BytesIO(manifest.to_bytes()))
+                for name in (library.file, entry.file):
+                    with open(folder / name, "rb") as part:
+                        _add(tar, name, part)
+            durable.sync_file(file)
+        durable.publish(temp, target)
+    finally:
+        temp.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    return target
+
+
+def _add(tar: tarfile.TarFile, name: str, data: io.BufferedIOBase | io.BufferedReader) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = data.seek(0, os.SEEK_END)
+    data.seek(0)
+    info.mode = 0o644
+    tar.addfile(info, data)
+
+
+def import_session(archive: PathLike, file: PathLike) -> str:
+    """Add an exported session to an archive (made if it does not exist), after checking all of it.
+
+    Returns
+    -------
+    str
+        The session's name.
+
+    Raises
+    ------
+    FormatError
+        If the file is damaged.
+    IdentityError
+        If it belongs to another model than the archive.
+    ConflictError
+        If the archive has a session of that name.
+    """
+    target, source = Path(archive), Path(file)
+    with _unpacked(target, source) as folder:
+        try:
+            verify(folder)
+        except FormatError as error:
+            raise FormatError(error.fact, source) from None
+        with Archive(folder) as incoming:
+            if len(incoming.sessions) != 1:
+                raise FormatError("not a session file: it holds another number of sessions than one", source)
+            session = incoming.sessions[0]
+            if not target.exists():
+                _found(target, incoming)
+            else:
+                _adopt(target, incoming, source)
+            return session
+
+
+def _found(target: Path, incoming: Archive) -> None:
+    with new_archive(target) as folder:
+        (folder / SHARDS).mkdir()
+        for entry in (*incoming.manifest.libraries, *incoming.manifest.sessions):
+            _copy(incoming.path / entry.file, folder / entry.file)
+        incoming.manifest.commit(folder)
+
+
+def _adopt(target: Path, incoming: Archive, source: Path) -> None:
+    with open_for_writing(target) as current:
+        manifest = current.manifest
+        manifest.identity.require_same(incoming.identity, str(source))
+        entry = incoming.manifest.sessions[0]
+        if entry.session in current.sessions:
+            raise ConflictError(f"session {entry.session!r} is in the archive already", source)
+        known = {library.head_sha256 for library in manifest.libraries}
+        libraries = list(manifest.libraries)
+        number = int(next_library(target, current.libraries).name[8:-7])
+        for library in incoming.manifest.libraries:
+            if library.head_sha256 not in known:
+                name = f"library-{number:06d}.pltlib"
+                number += 1
+                _copy(incoming.path / library.file, target / name)
+                libraries.append(dataclasses.replace(library, file=name))
+        path = shard_path(target, entry.session)
+        _copy(incoming.path / entry.file, path)
+        entry = dataclasses.replace(entry, file=f"{SHARDS}/{path.name}")
+        dataclasses.replace(
+            manifest, generation=manifest.generation + 1, libraries=tuple(libraries),
+            sessions=(*manifest.sessions, entry),
+        ).commit(target)  # fmt: skip
+
+
+def _copy(source: Path, target: Path) -> None:
+    temp = durable.temp_name(target)
+    try:
+        with open(source, "rb") as data, open(temp, "xb") as file:
+            shutil.copyfileobj(data, file, 1 << 20)
+            durable.sync_file(file)
+        durable.publish(temp, target)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _unpacked(target: Path, source: Path) -> Iterator[Path]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = durable.temp_name(target)
+    (folder / SHARDS).mkdir(parents=True)
+    try:
+        _unpack(source, folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unpack(source: Path, folder: Path) -> None:
+    size = source.stat().st_size
+    try:
+        with tarfile.open(source, "r:") as tar:
+            for count, member in enumerate(tar):
+                name = member.name
+                allowed = name == NAME or LIBRARY_NAME.fullmatch(name) or SHARD_NAME.fullmatch(name)
+                limit = MAX_BYTES if name == NAME else size
+                plain = member.isreg() and not member.issparse() and 0 <= member.size <= limit
+                data = tar.extractfile(member) if count < MAX_MEMBERS and allowed and plain else None
+                if data is None:
+                    raise FormatError(f"not a session file: it holds {name!r}", source)
+                with open(folder / member.name, "xb") as file:
+                    shutil.copyfileobj(data, file, 1 << 20)
+    except (tarfile.TarError, EOFError, FileExistsError, UnicodeError) as error:
+        raise FormatError(f"not a session file: {error}", source) from None

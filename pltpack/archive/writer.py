@@ -1,0 +1,334 @@
+"""Write one generation: a library segment if something new is shared or learnt, one shard per new session, a manifest.
+
+Everything is written beside what exists and becomes visible by the manifest alone (spec/format.md, "Commit").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from pltpack.archive.draft import Draft
+from pltpack.archive.encoding import Progress, UnitWriter, split
+from pltpack.archive.reader import Archive
+from pltpack.archive.sampling import JobSamples, TokenRange
+from pltpack.archive.segments import Library, dumps_json
+from pltpack.archive.sharing import NewNode, Run, Sharing, run_records, share
+from pltpack.codec import registry
+from pltpack.codec.base import Codec
+from pltpack.errors import ConflictError, DumpError, UnsupportedError
+from pltpack.format import state as state_format
+from pltpack.format import tables
+from pltpack.format.container import FORMAT_VERSION, ContainerInfo, ContainerWriter
+from pltpack.format.manifest import SHARDS, FileEntry, Manifest, SessionEntry
+from pltpack.names import session_to_file
+from pltpack.snapshot import Identity, Snapshot
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How an archive is written.
+
+    Attributes
+    ----------
+    quality : str
+        Tier.
+    dedup : bool
+        Whether sessions share prefixes.
+    block : int
+        Tokens per block.
+    """
+
+    quality: str
+    dedup: bool = True
+    block: int = 32
+
+    def check(self) -> None:
+        """Refuse settings out of range."""
+        if not 1 <= self.block <= 4096:
+            raise UnsupportedError(f"block of {self.block} tokens (allowed: 1 to 4096)")
+        registry.tier(self.quality)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CodecPlace:
+    """A started codec and where its state is: library None is the segment being written."""
+
+    codec: Codec
+    library: Library | None
+    state: int
+
+
+class GenerationWriter:
+    """Adds snapshots to an archive folder as one generation.
+
+    Parameters
+    ----------
+    folder : Path
+        Archive folder; the caller holds its writer lock.
+    archive : Archive or None
+        The present generation, opened; None for a new archive.
+    settings : Settings
+    progress : callable
+        Told ``(stage, raw bytes done, raw bytes in all)``.
+    """
+
+    def __init__(self, folder: Path, archive: Archive | None, settings: Settings, progress: Progress) -> None:
+        settings.check()
+        self._folder, self._archive, self._settings, self._progress = folder, archive, settings, progress
+        self._libraries: list[Library] = list(archive.libraries) if archive else []
+        self._opened: Library | None = None
+
+    def add(self, snapshots: Sequence[Snapshot]) -> Manifest:
+        """Write the sessions and the next manifest; returns the manifest, already committed.
+
+        Raises
+        ------
+        IdentityError
+            If a snapshot belongs to another model than the archive or the first snapshot.
+        ConflictError
+            If a session of that name is in the archive.
+        """
+        identity = self._check(snapshots)
+        if self._archive is None:
+            (self._folder / SHARDS).mkdir()
+        with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="pltpack-encode") as pool:
+            try:
+                return self._add(snapshots, identity, pool)
+            finally:
+                if self._opened is not None:
+                    self._opened.close()
+
+    def _add(self, snapshots: Sequence[Snapshot], identity: Identity, pool: ThreadPoolExecutor) -> Manifest:
+        tier = registry.tier(self._settings.quality)
+        sharing = Sharing([], [[] for _ in snapshots])
+        if self._settings.dedup:
+            sharing = share(self._archive, snapshots, self._settings.block,
+                            lambda library, node: _keeps(library, node, tier))  # fmt: skip
+        place = self._find_codec(tier)
+        shared = [runs[-1].session_start + runs[-1].length if runs else 0 for runs in sharing.runs]
+        total = sum(_raw(n.owner, n.position, n.stop) for n in sharing.nodes)
+        self._total = total + sum(_raw(s, 0, len(s)) for s in snapshots)
+        self._done = 0
+        new_entry = None
+        if place is None or sharing.nodes:
+            ranges = [TokenRange(n.owner, n.position, n.stop) for n in sharing.nodes]
+            ranges += [TokenRange(s, start, len(s)) for s, start in zip(snapshots, shared, strict=True)]
+            new_entry, place = self._write_library(sharing.nodes, ranges, place, tier, identity, pool)
+        assert place is not None
+        owners = [node.owner for node in sharing.nodes]
+        entries = []
+        for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
+            mine = [dataclasses.replace(r, library=r.library or self._opened) for r in runs]
+            entries.append(self._write_shard(snapshot, mine, owners, place, identity, pool))
+        old = self._archive.manifest if self._archive else None
+        manifest = Manifest(
+            generation=old.generation + 1 if old else 1,
+            identity=identity,
+            block=self._settings.block,
+            quality=old.quality if old else self._settings.quality,
+            dedup=old.dedup if old else self._settings.dedup,
+            libraries=(*(old.libraries if old else ()), *([new_entry] if new_entry else ())),
+            sessions=(*(old.sessions if old else ()), *entries),
+        )
+        manifest.commit(self._folder)
+        return manifest
+
+    def _check(self, snapshots: Sequence[Snapshot]) -> Identity:
+        if not snapshots:
+            raise DumpError("no sessions to write")
+        first = dataclasses.replace(snapshots[0].identity, salt=None)
+        identity = self._archive.identity if self._archive else first
+        if len(identity.layers) == 0:
+            raise DumpError("the session has no layers", snapshots[0].origin)
+        if len(identity.layers) > tables.MAX_LAYERS:
+            raise UnsupportedError(f"{len(identity.layers)} layers exceed the limit", snapshots[0].origin)
+        seen = {e.session for e in self._archive.manifest.sessions} if self._archive else set()
+        for snapshot in snapshots:
+            identity.require_same(snapshot.identity, snapshot.origin)
+            if snapshot.session in seen:
+                raise ConflictError(f"session {snapshot.session!r} is in the archive already", snapshot.origin)
+            if len(snapshot) > tables.MAX_TOKENS:
+                raise UnsupportedError(f"{len(snapshot)} tokens exceed the limit", snapshot.origin)
+            session_to_file(snapshot.session)
+            seen.add(snapshot.session)
+        return identity
+
+    def _find_codec(self, tier: Codec) -> _CodecPlace | None:
+        for library in reversed(self._libraries):
+            for state in range(len(library.states)):
+                if library.state_entry(state) == (tier.codec_id, tier.get_config()):
+                    return _CodecPlace(library.codec(state), library, state)
+        return None
+
+    def _advance(self, raw_bytes: int) -> None:
+        self._done += raw_bytes
+        self._progress("encode", self._done, self._total)
+
+    def _write_library(
+        self,
+        nodes: Sequence[NewNode],
+        ranges: Sequence[TokenRange],
+        place: _CodecPlace | None,
+        tier: Codec,
+        identity: Identity,
+        pool: ThreadPoolExecutor,
+    ) -> tuple[FileEntry, _CodecPlace]:
+        # The segment carries its own copy of the state, so that it can be decoded, exported and compacted alone.
+        if place is None:
+            self._progress("learn", 0, self._total)
+            arrays = tier.learn(JobSamples(ranges), identity)
+            packed = state_format.pack(arrays)
+            tier.start(state_format.unpack(packed), identity)
+            codec = tier
+        else:
+            assert place.library is not None
+            packed = place.library.container.array(f"codec.state.{place.state}", "U8")
+            codec = place.codec
+        path = next_library(self._folder, self._libraries)
+        salts = sorted({n.owner.identity.salt for n in nodes}, key=lambda s: (s is not None, s))
+        others = [lib for lib in self._libraries if any(n.parent and n.parent.library is lib for n in nodes)]
+        metadata = {
+            **container_metadata("library", identity),
+            "states": dumps_json([{"codec": tier.codec_id, "config": tier.get_config()}]),
+            "libraries": dumps_json([lib.entry.head_sha256 for lib in others]),
+            "salts": dumps_json(salts),
+        }
+        container = ContainerWriter(path, header_reserve(metadata))
+        try:
+            writer = UnitWriter(container, codec, 0, pool, measure=True)
+            records = []
+            offset = 0
+            for index, node in enumerate(nodes):
+                first = len(writer)
+                tokens = TokenRange(node.owner, node.position, node.stop)
+                for layer in range(len(identity.layers)):
+                    jobs = split(tokens, layer, self._settings.block, node.position, index)
+                    writer.write(jobs, self._advance)
+                parent = _parent(node.parent, others)
+                records.append((offset, *parent, node.position, node.stop - node.position, node.visits, first,
+                                len(writer) - first, salts.index(node.owner.identity.salt)))  # fmt: skip
+                offset += node.stop - node.position
+            parts = [np.empty(0, np.int32), *(n.owner.tokens[n.position : n.stop] for n in nodes)]
+            info = container.commit(
+                {
+                    "unit.index": writer.table(),
+                    "trie.nodes": tables.as_bytes(np.array(records, tables.NODE)),
+                    "trie.tokens": np.concatenate(parts),
+                    "codec.state.0": packed,
+                },
+                metadata,
+            )
+        finally:
+            container.abort()
+        entry = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
+        self._opened = Library(self._folder, entry, identity)
+        self._libraries.append(self._opened)
+        return entry, place or _CodecPlace(codec, self._opened, 0)
+
+    def _write_shard(
+        self,
+        snapshot: Snapshot,
+        runs: list[Run],
+        owners: Sequence[Snapshot],
+        place: _CodecPlace,
+        identity: Identity,
+        pool: ThreadPoolExecutor,
+    ) -> SessionEntry:
+        library = place.library or self._opened
+        assert library is not None
+        path = shard_path(self._folder, snapshot.session)
+        draft = Draft(snapshot, runs, self._libraries, self._opened, owners)
+        if not place.codec.exact:
+            draft.keep_near(pool, self._advance)
+        used = [lib for lib in self._libraries if lib is library or any(r.library is lib for r in draft.runs)]
+        metadata = {
+            **container_metadata("shard", identity),
+            "session": snapshot.session,
+            "libraries": dumps_json([lib.entry.head_sha256 for lib in used]),
+            "states": dumps_json([[used.index(library), place.state]]),
+        }
+        if snapshot.identity.salt is not None:
+            metadata["salt"] = snapshot.identity.salt
+        container = ContainerWriter(path, header_reserve(metadata))
+        try:
+            writer = UnitWriter(container, place.codec, 0, pool)
+            jobs = draft.jobs(self._settings.block, corrections=place.codec.exact)
+            writer.write(jobs, self._advance)
+            info = container.commit(
+                {
+                    "tokens": np.ascontiguousarray(snapshot.tokens, np.int32),
+                    "map": tables.as_bytes(run_records(draft.runs, used)),
+                    "unit.index": writer.table(),
+                },
+                metadata,
+            )
+        finally:
+            container.abort()
+        return session_entry(path, info, snapshot.session, len(snapshot), snapshot.identity.salt)
+
+
+def next_library(folder: Path, libraries: Iterable[Library]) -> Path:
+    """A free file name for a library segment, numbered after all present ones."""
+    number = 1 + max((int(library.entry.file[8:-7]) for library in libraries), default=0)
+    while (path := folder / f"library-{number:06d}.pltlib").exists():
+        number += 1
+    return path
+
+
+def shard_path(folder: Path, session: str) -> Path:
+    """A free file name for a session's shard."""
+    stem = session_to_file(session)
+    path = folder / SHARDS / f"{stem}.pltshard"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / SHARDS / f"{stem}.{number}.pltshard"
+    return path
+
+
+def session_entry(path: Path, info: ContainerInfo, session: str, tokens: int, salt: str | None) -> SessionEntry:
+    """The manifest's entry of a written shard."""
+    return SessionEntry(
+        f"{SHARDS}/{path.name}", info.size, info.head_sha256, info.payload_sha256, session, tokens, salt
+    )
+
+
+def _keeps(library: Library, node: int, tier: Codec) -> bool:
+    """Whether sessions of a tier may map to a node: its codec is exact or the tier's own."""
+    for state in np.unique(library.units_of(node)["state"]):
+        entry = library.state_entry(int(state))
+        if entry != (tier.codec_id, tier.get_config()) and not library.codec(int(state)).exact:
+            return False
+    return True
+
+
+def _raw(snapshot: Snapshot, start: int, stop: int) -> int:
+    return (stop - start) * sum(layer.bytes_per_token for layer in snapshot.identity.layers)
+
+
+def container_metadata(kind: str, identity: Identity) -> dict[str, str]:
+    """Metadata that libraries and shards have in common."""
+    return {
+        "format_version": ".".join(map(str, FORMAT_VERSION)),
+        "kind": kind,
+        "identity": dumps_json(identity.to_json()),
+        "identity_sha256": identity.digest(),
+    }
+
+
+def header_reserve(metadata: dict[str, str], states: int = 1) -> int:
+    """Upper bound of a container's header in bytes, for `ContainerWriter`."""
+    # A tensor's entry takes at most 160 bytes; there are five besides the states.
+    return len(dumps_json(metadata).encode()) + 160 * (5 + states) + 64
+
+
+def _parent(parent: Run | None, others: list[Library]) -> tuple[int, int]:
+    if parent is None:
+        return 0, tables.NO_NODE
+    return (0 if parent.library is None else 1 + others.index(parent.library)), parent.node

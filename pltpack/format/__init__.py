@@ -1,0 +1,1 @@
+"""Bytes and tables of archives (spec/format.md); knows nothing of what a codec means."""

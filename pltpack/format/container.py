@@ -1,0 +1,309 @@
+"""Container files: safetensors with the unit payload first, checked before use (spec/format.md, "Containers").
+
+The payload streams to disk while units are encoded, so its size is not known when the header is written: the header is
+padded with spaces to a reserved length and filled in at the end, as safetensors allows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from pltpack.errors import FormatError
+from pltpack.format import durable
+
+#: Longest header, as in safetensors.
+MAX_HEADER_BYTES = 100_000_000
+#: Most bytes of tables (everything but the payload) that a reader takes into memory.
+MAX_TABLE_BYTES = 1 << 29
+PAYLOAD = "unit.payload"
+FORMAT_VERSION = (1, 0)
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype("u1"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8"),
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class ContainerWriter:
+    """Write one container: payload bytes as they come, tables and metadata at the end.
+
+    The file appears under its name only when `commit` returns; until then it is a temporary file in the same folder.
+
+    Parameters
+    ----------
+    path : Path
+        Final name; must not exist.
+    reserve : int
+        Upper bound of the header in bytes.
+    """
+
+    def __init__(self, path: Path, reserve: int) -> None:
+        self.path = path
+        self._reserve = (reserve + 7) // 8 * 8
+        self._temp = durable.temp_name(path)
+        self._file: BinaryIO | None = open(self._temp, "xb")  # noqa: SIM115
+        self._file.write(bytes(8 + self._reserve))
+        self._payload_hash = hashlib.sha256()
+        self.payload_bytes = 0
+
+    def append(self, payload: bytes | memoryview) -> int:
+        """Add payload bytes; returns their offset in the payload."""
+        assert self._file is not None
+        offset = self.payload_bytes
+        self._file.write(payload)
+        self._payload_hash.update(payload)
+        self.payload_bytes += len(payload)
+        return offset
+
+    def commit(self, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> ContainerInfo:
+        """Write tables and header, sync, and give the file its name.
+
+        Parameters
+        ----------
+        tables : mapping of str to ndarray
+            Arrays of dtype uint8, int32, uint32 or uint64.
+        metadata : mapping of str to str
+        """
+        assert self._file is not None
+        header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+        header[PAYLOAD] = {"dtype": "U8", "shape": [self.payload_bytes], "data_offsets": [0, self.payload_bytes]}
+        padding = -self.payload_bytes % 8
+        chunks, offset = [], self.payload_bytes
+        if padding:
+            # safetensors allows no holes, so the alignment of the tables is a tensor of its own.
+            header["padding"] = {"dtype": "U8", "shape": [padding], "data_offsets": [offset, offset + padding]}
+            chunks.append(bytes(padding))
+            offset += padding
+        for name, array in sorted(tables.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            dtype = array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype
+            data = np.ascontiguousarray(array, dtype=dtype).tobytes()
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(array.shape),
+                            "data_offsets": [offset, offset + len(data)]}  # fmt: skip
+            chunks.append(data)
+            offset += len(data)
+        encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
+        if len(encoded) > self._reserve:
+            raise FormatError(f"header of {len(encoded)} bytes exceeds the {self._reserve} reserved", self.path)
+        head = struct.pack("<Q", self._reserve) + encoded.ljust(self._reserve, b" ")
+        tail = b"".join(chunks)
+        self._file.write(tail)
+        self._file.seek(0)
+        self._file.write(head)
+        durable.sync_file(self._file)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.close()
+        self._file = None
+        durable.publish(self._temp, self.path)
+        head_digest = hashlib.sha256(head + tail).hexdigest()
+        return ContainerInfo(size, head_digest, self._payload_hash.hexdigest(), self.payload_bytes)
+
+    def abort(self) -> None:
+        """Remove the temporary file; harmless after `commit`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._temp.unlink(missing_ok=True)
+
+
+class ContainerInfo:
+    """Size and digests of a written container, as the manifest records them.
+
+    Attributes
+    ----------
+    size : int
+        File size in bytes.
+    head_sha256 : str
+        SHA-256 of everything but the payload: the file's identity in references.
+    payload_sha256 : str
+        SHA-256 of the payload.
+    """
+
+    def __init__(self, size: int, head_sha256: str, payload_sha256: str, payload_bytes: int) -> None:
+        self.size, self.head_sha256, self.payload_sha256 = size, head_sha256, payload_sha256
+        self.payload_bytes = payload_bytes
+
+
+class Container:
+    """An open container: header and tables in memory, payload read on demand by position.
+
+    Parameters
+    ----------
+    path : Path
+    size : int
+        Size the manifest gives.
+    head_sha256 : str
+        Digest the manifest gives.
+
+    Raises
+    ------
+    FormatError
+        If the file is missing, has another size, breaks the container rules, or its head has another digest.
+    """
+
+    def __init__(self, path: Path, size: int, head_sha256: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except FileNotFoundError:
+            raise FormatError("the file that the manifest names is missing", path) from None
+        try:
+            self._open(size, head_sha256)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, size: int, head_sha256: str) -> None:
+        actual = os.fstat(self._fd).st_size
+        if actual != size:
+            raise FormatError(f"file has {actual} bytes, the manifest says {size}", self.path)
+        prefix = self._read(0, 8)
+        header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        if not 2 <= header_size <= min(MAX_HEADER_BYTES, size - 8):
+            raise FormatError("header length is out of range", self.path)
+        header_bytes = self._read(8, header_size)
+        entries, self.metadata = parse_header(header_bytes, size - 8 - header_size, self.path)
+        dtype, _, begin, end = entries.get(PAYLOAD, ("", (), 0, -1))
+        if dtype != "U8" or begin != 0 or end < 0:
+            raise FormatError("unit.payload is missing or does not come first", self.path)
+        self._payload_at, self.payload_bytes = 8 + header_size, end
+        tail_bytes = size - 8 - header_size - end
+        if tail_bytes > MAX_TABLE_BYTES:
+            raise FormatError(f"tables of {tail_bytes} bytes exceed the limit", self.path)
+        tail = self._read(8 + header_size + end, tail_bytes)
+        if hashlib.sha256(prefix + header_bytes + tail).hexdigest() != head_sha256:
+            raise FormatError("header and tables do not have the digest that the manifest gives", self.path)
+        self.tables: dict[str, np.ndarray] = {}
+        for name, (dtype, shape, first, last) in entries.items():
+            if name not in (PAYLOAD, "padding"):
+                self.tables[name] = np.frombuffer(tail[first - end : last - end], _DTYPES[dtype]).reshape(shape)
+
+    def _read(self, offset: int, length: int) -> bytes:
+        parts = []
+        while length:
+            data = os.pread(self._fd, min(length, 1 << 30), offset)
+            if not data:
+                raise FormatError("file ends early", self.path)
+            parts.append(data)
+            offset += len(data)
+            length -= len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def payload(self, offset: int, length: int) -> bytes:
+        """Payload bytes ``[offset, offset + length)``; the range has been checked against `payload_bytes`."""
+        return self._read(self._payload_at + offset, length)
+
+    def payload_sha256(self) -> str:
+        """SHA-256 of the payload, read from disk in pieces."""
+        digest = hashlib.sha256()
+        for offset in range(0, self.payload_bytes, 1 << 22):
+            digest.update(self.payload(offset, min(1 << 22, self.payload_bytes - offset)))
+        return digest.hexdigest()
+
+    def table(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        """A table of fixed-size records, stored as U8 ``[n, dtype.itemsize]``.
+
+        Raises
+        ------
+        FormatError
+            If it is missing or does not have that record size.
+        """
+        array = self.tables.get(name)
+        if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != dtype.itemsize:
+            raise FormatError(f"table {name!r} is missing or malformed", self.path)
+        return np.frombuffer(array.tobytes(), dtype)
+
+    def array(self, name: str, dtype: str) -> np.ndarray:
+        """A one-dimensional tensor of the given safetensors dtype.
+
+        Raises
+        ------
+        FormatError
+            If it is missing or has another dtype or rank.
+        """
+        array = self.tables.get(name)
+        if array is None or array.dtype != _DTYPES[dtype] or array.ndim != 1:
+            raise FormatError(f"tensor {name!r} is missing or malformed", self.path)
+        return array
+
+    def close(self) -> None:
+        """Close the file; harmless when repeated."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+Entry = tuple[str, tuple[int, ...], int, int]
+
+
+def parse_header(data: bytes, data_bytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Parse and check a container's JSON header.
+
+    Parameters
+    ----------
+    data : bytes
+        The header, padding included.
+    data_bytes : int
+        Bytes that follow it in the file.
+
+    Returns
+    -------
+    entries : dict
+        Tensor name to ``(dtype, shape, begin, end)``; together they cover the data without holes or overlaps.
+    metadata : dict of str to str
+
+    Raises
+    ------
+    FormatError
+        For anything else.
+    """
+    try:
+        header = json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise FormatError("header is not valid JSON", path) from None
+    if not isinstance(header, dict):
+        raise FormatError("header is not a JSON object", path)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError("metadata is not a mapping of strings", path)
+    entries: dict[str, Entry] = {}
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise FormatError(f"tensor {name!r} has a malformed entry", path)
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise FormatError(f"tensor {name!r} has a dtype that containers do not use", path)
+        if not (_naturals(shape) and len(shape) <= 2 and _naturals(offsets) and len(offsets) == 2):
+            raise FormatError(f"tensor {name!r} has a malformed shape or offsets", path)
+        count = 1
+        for side in shape:
+            count *= side
+        if offsets[1] - offsets[0] != count * _DTYPES[dtype].itemsize or offsets[1] > data_bytes:
+            raise FormatError(f"tensor {name!r} does not fit its offsets", path)
+        entries[name] = (dtype, tuple(shape), offsets[0], offsets[1])
+    end = 0
+    for _, _, first, last in sorted(entries.values(), key=lambda e: (e[2], e[3])):
+        if first != end:
+            raise FormatError("tensors overlap or leave holes", path)
+        end = last
+    if end != data_bytes:
+        raise FormatError("tensors do not cover the file", path)
+    return entries, metadata
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("repeated key")
+    return out
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)

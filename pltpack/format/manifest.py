@@ -1,0 +1,200 @@
+"""MANIFEST.json: the archive's only commit point (spec/format.md, "MANIFEST")."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pltpack.errors import FormatError, PltpackError
+from pltpack.format import durable
+from pltpack.format.container import FORMAT_VERSION
+from pltpack.names import check_session
+from pltpack.snapshot import Identity
+
+NAME = "MANIFEST.json"
+MAX_BYTES = 1 << 28
+SHARDS = "shards"
+LIBRARY_NAME = re.compile(r"library-\d{6,12}\.pltlib")
+SHARD_NAME = re.compile(r"shards/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,239}\.pltshard")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A library segment as the manifest names it.
+
+    Attributes
+    ----------
+    file : str
+        Path inside the archive.
+    bytes : int
+        Size.
+    head_sha256, payload_sha256 : str
+        Digests of all but the payload, and of the payload.
+    """
+
+    file: str
+    bytes: int
+    head_sha256: str
+    payload_sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionEntry(FileEntry):
+    """A shard as the manifest names it: a `FileEntry` with the session's name, token count and salt."""
+
+    session: str = ""
+    tokens: int = 0
+    salt: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """One generation of an archive.
+
+    Attributes
+    ----------
+    generation : int
+        1 for a new archive, one more with every commit.
+    identity : Identity
+        Shared by all sessions; its salt is None (each session has its own).
+    block : int
+        Tokens per block.
+    quality : str
+        Tier that `append` uses unless told otherwise.
+    dedup : bool
+        Whether sessions share prefixes.
+    libraries : tuple of FileEntry
+    sessions : tuple of SessionEntry
+    """
+
+    generation: int
+    identity: Identity
+    block: int
+    quality: str
+    dedup: bool
+    libraries: tuple[FileEntry, ...]
+    sessions: tuple[SessionEntry, ...]
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes: a JSON object of ``body`` and the SHA-256 of the body's canonical form."""
+        body = {
+            "format": "pltpack", "version": list(FORMAT_VERSION), "generation": self.generation,
+            "identity": self.identity.to_json(), "block": self.block, "quality": self.quality, "dedup": self.dedup,
+            "libraries": [dataclasses.asdict(entry) for entry in self.libraries],
+            "sessions": [{k: v for k, v in dataclasses.asdict(e).items() if v is not None} for e in self.sessions],
+        }  # fmt: skip
+        return json.dumps({"body": body, "sha256": _digest(body)}, indent=1, sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path) -> Manifest:
+        """Read and check a manifest.
+
+        Raises
+        ------
+        FormatError
+            Naming what is wrong.
+        """
+        try:
+            outer = json.loads(data)
+            body, digest = outer["body"], outer["sha256"]
+            recomputed = _digest(body)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise FormatError("manifest is not valid", path) from None
+        if set(outer) != {"body", "sha256"} or digest != recomputed:
+            raise FormatError("manifest does not match its own checksum", path)
+        try:
+            return _from_body(body)
+        except FormatError as error:
+            raise error.at(path) from None
+        except PltpackError as error:
+            raise FormatError(f"manifest is not valid: {error.fact}", path) from None
+
+    @classmethod
+    def load(cls, archive: Path) -> Manifest:
+        """Read the manifest of an archive folder.
+
+        Raises
+        ------
+        FormatError
+            If there is none, or it is damaged.
+        """
+        path = archive / NAME
+        try:
+            with open(path, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FormatError(f"not an archive (no {NAME})", archive) from None
+        if len(data) > MAX_BYTES:
+            raise FormatError("manifest is larger than allowed", path)
+        return cls.parse(data, path)
+
+    def commit(self, archive: Path) -> None:
+        """Make this generation the archive's, durably and at once."""
+        durable.write_file(archive / NAME, self.to_bytes())
+
+
+def _digest(body: object) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _from_body(body: Any) -> Manifest:
+    if not isinstance(body, dict) or body.get("format") != "pltpack":
+        raise FormatError("manifest is not of a pltpack archive")
+    version = body.get("version")
+    if not isinstance(version, list) or version[:1] != [FORMAT_VERSION[0]]:
+        raise FormatError(f"format version {version!r} is not supported (this reader knows {FORMAT_VERSION[0]}.x)")
+    names = {"format", "version", "generation", "identity", "block", "quality", "dedup", "libraries", "sessions"}
+    # A later minor version may add fields that old readers can do without; it marks them by this prefix.
+    unknown = {name for name in body if not name.startswith("x-")} - names
+    if unknown or not names <= set(body):
+        raise FormatError(f"manifest has unknown or missing fields: {sorted(unknown | (names - set(body)))}")
+    if not _natural(body["generation"], 1, 1 << 53) or not _natural(body["block"], 1, 1 << 12):
+        raise FormatError("manifest field 'generation' or 'block' is out of range")
+    if not isinstance(body["quality"], str) or not isinstance(body["dedup"], bool):
+        raise FormatError("manifest field 'quality' or 'dedup' has the wrong type")
+    identity = Identity.from_json(body["identity"])
+    if identity.salt is not None:
+        raise FormatError("manifest identity must not carry a salt")
+    if not isinstance(body["libraries"], list) or not isinstance(body["sessions"], list):
+        raise FormatError("manifest field 'libraries' or 'sessions' is not a list")
+    libraries = tuple(FileEntry(**_file(entry, LIBRARY_NAME, set())) for entry in body["libraries"])
+    sessions = []
+    for entry in body["sessions"]:
+        fields = _file(entry, SHARD_NAME, {"session", "tokens", "salt"})
+        if not isinstance(fields.get("session"), str) or not _natural(fields.get("tokens"), 0, 1 << 28):
+            raise FormatError("manifest has a malformed session entry")
+        if not isinstance(fields.get("salt", ""), str):
+            raise FormatError("manifest has a malformed session entry")
+        check_session(fields["session"])
+        sessions.append(SessionEntry(**fields))
+    files = [entry.file for entry in (*libraries, *sessions)]
+    if len(set(files)) != len(files) or len({e.session for e in sessions}) != len(sessions):
+        raise FormatError("manifest names a file or a session twice")
+    if len({entry.head_sha256 for entry in libraries}) != len(libraries):
+        raise FormatError("manifest names a library segment twice")
+    return Manifest(body["generation"], identity, body["block"], body["quality"], body["dedup"],
+                    libraries, tuple(sessions))  # fmt: skip
+
+
+def _file(entry: Any, pattern: re.Pattern[str], extra: set[str]) -> dict[str, Any]:
+    required = {"file", "bytes", "head_sha256", "payload_sha256"}
+    if not isinstance(entry, dict) or not required <= set(entry) <= required | extra:
+        raise FormatError("manifest has a malformed file entry")
+    if not isinstance(entry["file"], str) or not pattern.fullmatch(entry["file"]):
+        raise FormatError(f"manifest names a file that may not be in an archive: {entry['file']!r}")
+    if not _natural(entry["bytes"], 0, 1 << 62):
+        raise FormatError("manifest has a file size out of range")
+    for name in ("head_sha256", "payload_sha256"):
+        if not isinstance(entry[name], str) or not _DIGEST.fullmatch(entry[name]):
+            raise FormatError(f"manifest has a malformed {name}")
+    return dict(entry)
+
+
+def _natural(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high

@@ -1,0 +1,72 @@
+"""Codec states: named arrays in one compressed blob (spec/format.md, "Codec states")."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import zstandard
+
+#: Most bytes of one state, decompressed.
+MAX_STATE_BYTES = 1 << 28
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype("u1"), "I8": np.dtype("i1"), "U16": np.dtype("<u2"), "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"), "I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"),
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Pack named arrays: a zstd frame of u32 header length, JSON ``[[name, dtype, shape], …]``, data in that order."""
+    items = sorted(arrays.items())
+    header = json.dumps(
+        [[name, _NAMES[array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype], list(array.shape)]
+         for name, array in items],
+        separators=(",", ":"),
+    ).encode()  # fmt: skip
+    body = b"".join(np.ascontiguousarray(a, a.dtype.newbyteorder("<")).tobytes() for _, a in items)
+    frame = zstandard.ZstdCompressor(level=12).compress(struct.pack("<I", len(header)) + header + body)
+    return np.frombuffer(frame, np.uint8)
+
+
+def unpack(blob: np.ndarray) -> dict[str, np.ndarray]:
+    """Inverse of `pack`.
+
+    Raises
+    ------
+    ValueError
+        If the blob is damaged or larger than allowed.
+    """
+    frame = blob.tobytes()
+    try:
+        size = zstandard.frame_content_size(frame)
+        if not 4 <= size <= MAX_STATE_BYTES:
+            raise ValueError("codec state has a size out of range")
+        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+    except zstandard.ZstdError:
+        raise ValueError("codec state is not a valid zstd frame") from None
+    if len(data) != size:
+        raise ValueError("codec state is truncated")
+    (length,) = struct.unpack_from("<I", data)
+    try:
+        header = json.loads(data[4 : 4 + length])
+        out, offset = {}, 4 + length
+        for name, dtype_name, shape in header:
+            dtype = _DTYPES[dtype_name]
+            if not (isinstance(name, str) and all(type(n) is int and 0 <= n < 1 << 31 for n in shape)):
+                raise ValueError("codec state is malformed")
+            count = 1
+            for side in shape:
+                count *= side
+            if offset + count * dtype.itemsize > size:
+                raise ValueError("codec state is truncated")
+            out[name] = np.frombuffer(data, dtype, count, offset).reshape(shape)
+            offset += count * dtype.itemsize
+    except (TypeError, KeyError, RecursionError):
+        raise ValueError("codec state is malformed") from None
+    if offset != size:
+        raise ValueError("codec state has trailing bytes")
+    return out

@@ -1,0 +1,166 @@
+"""Fixed-size little-endian records of libraries and shards, and the checks that a reader makes of them.
+
+Byte layouts: spec/format.md, "Unit index", "Mapping table", "Trie tables".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pltpack.errors import FormatError
+from pltpack.format.container import Container
+
+#: Most tokens in one session.
+MAX_TOKENS = 1 << 28
+#: Most tokens in one unit.
+MAX_UNIT_TOKENS = 1 << 16
+#: Most layers of a model.
+MAX_LAYERS = 1 << 14
+NO_NODE = 0xFFFFFFFF
+
+#: Unit flag: decoding needs the values that the mapping gives for the same tokens.
+FLAG_REFERENCE = 1
+
+UNIT = np.dtype([
+    ("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8"),
+    ("token_start", "<u4"), ("token_count", "<u4"),
+    ("layer", "<u2"), ("layer_count", "<u2"), ("state", "<u2"), ("flags", "<u2"),
+    ("node", "<u4"), ("error", "<f4"),
+])  # fmt: skip
+
+RUN = np.dtype([
+    ("session_start", "<u4"), ("length", "<u4"), ("library", "<u4"),
+    ("node", "<u4"), ("node_start", "<u4"), ("position_shift", "<i4"),
+])  # fmt: skip
+
+NODE = np.dtype([
+    ("token_offset", "<u8"), ("parent_library", "<u4"), ("parent", "<u4"),
+    ("position", "<u4"), ("length", "<u4"), ("visits", "<u4"),
+    ("first_unit", "<u4"), ("unit_count", "<u4"), ("tenant", "<u4"),
+])  # fmt: skip
+
+
+def as_bytes(records: np.ndarray) -> np.ndarray:
+    """Records as the U8 ``[n, size]`` array that a container stores."""
+    return np.frombuffer(records.tobytes(), np.uint8).reshape(len(records), records.dtype.itemsize)
+
+
+def read_units(container: Container, layers: int, states: int) -> np.ndarray:
+    """The unit index, checked: units cover the payload in order, without holes or overlaps.
+
+    Parameters
+    ----------
+    container : Container
+    layers : int
+        Number of layers of the archive's identity.
+    states : int
+        Number of codec states that the container refers to.
+
+    Returns
+    -------
+    ndarray
+        `UNIT` records.
+
+    Raises
+    ------
+    FormatError
+        Naming the first record that breaks a rule.
+    """
+    units = container.table("unit.index", UNIT)
+    # Python integers would be slow and 64-bit sums may wrap: lengths are bounded before they are summed.
+    bad = units["length"] > container.payload_bytes
+    bad |= (units["token_count"] == 0) | (units["token_count"] > MAX_UNIT_TOKENS)
+    bad |= units["token_start"].astype(np.uint64) + units["token_count"] > MAX_TOKENS
+    bad |= (units["layer"] >= layers) | (units["layer_count"] != 1)
+    bad |= (units["state"] >= states) | ((units["flags"] & ~np.uint16(FLAG_REFERENCE)) != 0)
+    bad |= ~(units["error"] >= 0)
+    if not bad.any():
+        ends = np.cumsum(units["length"].astype(np.float64))
+        if len(units) and ends[-1] > 2.0**53:
+            raise FormatError("unit index describes more bytes than a file holds", container.path)
+        exact = np.cumsum(units["length"], dtype=np.uint64)
+        bad |= units["offset"] != exact - units["length"]
+        if not bad.any() and (int(exact[-1]) if len(units) else 0) != container.payload_bytes:
+            raise FormatError("units do not cover the payload", container.path)
+    if bad.any():
+        raise FormatError(f"unit {int(np.argmax(bad))} of the index breaks the rules", container.path)
+    return units
+
+
+def read_runs(container: Container, tokens: int, libraries: int) -> np.ndarray:
+    """The mapping table, checked: runs are ordered, do not overlap, and stay inside the session.
+
+    Raises
+    ------
+    FormatError
+        Naming the first row that breaks a rule.
+    """
+    runs = container.table("map", RUN)
+    starts = runs["session_start"].astype(np.int64)
+    ends = starts + runs["length"]
+    bad = (runs["length"] == 0) | (ends > tokens) | (runs["library"] >= libraries)
+    bad[1:] |= starts[1:] < ends[:-1]
+    bad |= runs["position_shift"] != 0
+    if bad.any():
+        raise FormatError(f"row {int(np.argmax(bad))} of the mapping table breaks the rules", container.path)
+    return runs
+
+
+def read_nodes(container: Container, units: np.ndarray, libraries: int, tenants: int) -> np.ndarray:
+    """The trie's nodes, checked: token and unit ranges are inside their tables, parents come before children.
+
+    Parameters
+    ----------
+    container : Container
+        A library segment.
+    units : ndarray
+        Its checked unit index.
+    libraries : int
+        Number of other segments that its metadata names.
+    tenants : int
+        Number of salts that its metadata names.
+
+    Raises
+    ------
+    FormatError
+        Naming the first node that breaks a rule.
+    """
+    nodes = container.table("trie.nodes", NODE)
+    tokens = container.array("trie.tokens", "I32")
+    last = nodes["first_unit"].astype(np.int64) + nodes["unit_count"]
+    bad = (nodes["length"] == 0) | (nodes["token_offset"] > len(tokens))
+    bad |= nodes["token_offset"] + nodes["length"] > len(tokens)
+    bad |= nodes["position"].astype(np.uint64) + nodes["length"] > MAX_TOKENS
+    bad |= (last > len(units)) | (nodes["tenant"] >= tenants)
+    own = (nodes["parent_library"] == 0) & (nodes["parent"] != NO_NODE)
+    bad |= own & (nodes["parent"] >= np.arange(len(nodes)))
+    bad |= nodes["parent_library"] > libraries
+    if bad.any():
+        raise FormatError(f"trie node {int(np.argmax(bad))} breaks the rules", container.path)
+    for index, node in enumerate(nodes):
+        mine = units[node["first_unit"] : last[index]]
+        outside = mine["token_start"].astype(np.int64) + mine["token_count"] > node["length"]
+        if outside.any() or (mine["node"] != index).any():
+            raise FormatError(f"trie node {index} has units that are not its own", container.path)
+    return nodes
+
+
+def metadata_list(metadata: dict[str, str], key: str, path: Path) -> list[object]:
+    """A metadata value that is a JSON list.
+
+    Raises
+    ------
+    FormatError
+        If it is missing or something else.
+    """
+    import json
+
+    try:
+        value = json.loads(metadata[key])
+    except (KeyError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, list):
+        raise FormatError(f"metadata {key!r} is missing or not a list", path)
+    return value
