@@ -8,16 +8,25 @@ Bitstream: spec/codecs.md, section "rANS streams". The coder is Duda's range var
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-import numba
 import numpy as np
 
-LANES = 32
-PROB_BITS = 12
-PROB_SCALE = 1 << PROB_BITS
-STATE_LOW = 1 << 16
+from pltpack.codec import rans_scalar, rans_simd
+from pltpack.codec.rans_scalar import LANES, PROB_SCALE, STATE_LOW
+from pltpack.errors import UnsupportedError
+
 HEADER_BYTES = 4 * LANES
+#: Environment variable, read at import: "portable", "avx2" or "avx512" instead of the fastest loops that can run.
+KERNEL_VARIABLE = "PLTPACK_RANS_KERNEL"
+
+#: Name -> (encoding loop, decoding loop). All write the same bytes.
+_LOOPS: dict[str, tuple[Any, Any]] = {
+    "avx512": (rans_simd.encode_rows_avx512, rans_simd.decode_rows_avx512),
+    "avx2": (rans_scalar.encode_rows, rans_simd.decode_rows_avx2),
+    "portable": (rans_scalar.encode_rows, rans_scalar.decode_rows),
+}
 
 
 def normalize(counts: np.ndarray) -> np.ndarray:
@@ -32,26 +41,20 @@ def normalize(counts: np.ndarray) -> np.ndarray:
     -------
     ndarray
         uint16 ``[S, 256]``; each row sums to 4096.
+
+    Raises
+    ------
+    ValueError
+        If the counts are not of that shape, or negative, or not finite.
     """
-    counts = np.atleast_2d(np.asarray(counts, dtype=np.float64))
-    out = np.zeros(counts.shape, dtype=np.int64)
-    for row, target in zip(counts, out, strict=True):
-        total = row.sum()
-        if total <= 0:
-            target[0] = PROB_SCALE
-            continue
-        share = row * (PROB_SCALE / total)
-        target[:] = np.where(row > 0, np.maximum(1, np.floor(share)), 0)
-        excess = int(target.sum()) - PROB_SCALE
-        while excess > 0:
-            # Taking one slot from the symbol that loses the least code length keeps the table near the optimum.
-            loss = np.where(target > 1, row * np.log2(np.maximum(target, 1) / np.maximum(target - 1, 0.5)), np.inf)
-            target[int(np.argmin(loss))] -= 1
-            excess -= 1
-        while excess < 0:
-            gain = np.where(target > 0, row * np.log2((target + 1) / np.maximum(target, 1)), -np.inf)
-            target[int(np.argmax(gain))] += 1
-            excess += 1
+    counts = np.array(counts, dtype=np.float64, ndmin=2, order="C")
+    if counts.shape[1:] != (256,) or not np.isfinite(counts).all() or (counts < 0).any():
+        raise ValueError("symbol counts are not finite, non-negative rows of 256")
+    counts[counts.sum(axis=1) <= 0, 0] = 1
+    share = counts * (PROB_SCALE / counts.sum(axis=1, keepdims=True))
+    out = np.where(counts > 0, np.maximum(1, np.floor(share)), 0).astype(np.int64)
+    freqs = np.arange(2, PROB_SCALE + 1)
+    rans_scalar.settle(counts, out, np.concatenate([np.zeros(2), np.log2(freqs / (freqs - 1))]))
     return out.astype(np.uint16)
 
 
@@ -63,43 +66,33 @@ def decode_tables(freqs: np.ndarray) -> np.ndarray:
     freqs : ndarray
         uint16 ``[S, 256]``; each row sums to 4096 (`ValueError` if not).
     """
-    freqs = np.asarray(freqs, dtype=np.int64)
-    if freqs.ndim != 2 or freqs.shape[1] != 256 or (freqs.sum(axis=1) != PROB_SCALE).any():
+    freqs = np.ascontiguousarray(freqs, dtype=np.int64)
+    if freqs.ndim != 2 or freqs.shape[1] != 256 or (freqs < 0).any() or (freqs.sum(axis=1) != PROB_SCALE).any():
         raise ValueError("rANS frequencies do not sum to 4096")
-    starts = np.cumsum(freqs, axis=1) - freqs
     out = np.empty((len(freqs), PROB_SCALE), dtype=np.uint32)
-    symbols = np.arange(256)
-    slots = np.arange(PROB_SCALE)
-    for row, (freq, start) in enumerate(zip(freqs, starts, strict=True)):
-        symbol = np.repeat(symbols, freq)
-        out[row] = symbol | (freq[symbol] - 1) << 8 | (slots - start[symbol]) << 20
+    rans_scalar.fill_decode_tables(freqs, out)
     return out
 
 
-@numba.njit(nogil=True, cache=True)
-def _encode(symbols: Any, table_of_row: Any, freqs: Any, starts: Any, words: Any, states: Any) -> int:  # noqa: ANN401
-    rows, columns = symbols.shape
-    position = words.size
-    for lane in range(LANES):
-        states[lane] = STATE_LOW
-    for r in range(rows - 1, -1, -1):
-        freq_row = freqs[table_of_row[r]]
-        start_row = starts[table_of_row[r]]
-        for i in range(columns - 1, -1, -1):
-            lane = i & (LANES - 1)
-            symbol = symbols[r, i]
-            freq = np.uint64(freq_row[symbol])
-            if freq == 0:
-                return -1
-            x = np.uint64(states[lane])
-            if x >= (freq << np.uint64(20)):
-                position -= 1
-                words[position] = np.uint16(x & np.uint64(0xFFFF))
-                x >>= np.uint64(16)
-            quotient = np.uint32(x) // np.uint32(freq)
-            rest = np.uint32(x) - quotient * np.uint32(freq)
-            states[lane] = np.uint32((quotient << np.uint32(PROB_BITS)) + rest + np.uint32(start_row[symbol]))
-    return position
+def _checked_rows(table_of_row: np.ndarray, rows: int, tables: int) -> np.ndarray:
+    table_of_row = np.ascontiguousarray(table_of_row, dtype=np.int64)
+    if table_of_row.shape != (rows,):
+        raise ValueError(f"{rows} rows of symbols, but {table_of_row.shape} table numbers")
+    if rows and not 0 <= table_of_row.min() <= table_of_row.max() < tables:
+        raise ValueError(f"a row names a rANS table that does not exist (there are {tables})")
+    return table_of_row
+
+
+def _choose(wanted: str) -> tuple[Any, Any]:
+    """The encoding and the decoding loop called `wanted`, by default the fastest ones that can run here."""
+    names = [*rans_simd.kernels(), "portable"]
+    name = wanted or names[0]
+    if name not in names:
+        raise UnsupportedError(f"{KERNEL_VARIABLE}={name}: this processor can run {', '.join(names)}")
+    return _LOOPS[name]
+
+
+_ENCODE_ROWS, _DECODE_ROWS = _choose(os.environ.get(KERNEL_VARIABLE, ""))
 
 
 def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> bytes:
@@ -122,63 +115,20 @@ def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> 
     Raises
     ------
     ValueError
-        If a symbol has frequency 0 in its table.
+        If a symbol has frequency 0 in its table, or a row names no table.
     """
     symbols = np.ascontiguousarray(symbols, dtype=np.uint8)
-    starts = (np.cumsum(freqs, axis=1, dtype=np.int64) - freqs).astype(np.uint16)
-    words = np.empty(symbols.size + LANES, dtype=np.uint16)
-    states = np.empty(LANES, dtype=np.uint32)
-    first = _encode(symbols, np.ascontiguousarray(table_of_row, dtype=np.int64),
-                    np.ascontiguousarray(freqs, dtype=np.uint16), starts, words, states)  # fmt: skip
+    freqs = np.ascontiguousarray(freqs, dtype=np.uint32)
+    if symbols.ndim != 2 or freqs.ndim != 2 or freqs.shape[1] != 256:
+        raise ValueError("rANS needs a matrix of symbols and frequencies of 256 symbols in each table")
+    tables = freqs | (np.cumsum(freqs, axis=1, dtype=np.uint32) - freqs) << 16
+    words = np.empty(symbols.size, dtype=np.uint16)
+    states = np.full(LANES, STATE_LOW, dtype=np.uint32)
+    rows = _checked_rows(table_of_row, len(symbols), len(tables))
+    first = _ENCODE_ROWS(symbols, rows, tables, words, states)
     if first < 0:
         raise ValueError("a symbol has frequency 0 in its rANS table")
-    return states.astype("<u4").tobytes() + words[first:].astype("<u2").tobytes()
-
-
-@numba.njit(nogil=True, cache=True, boundscheck=False)
-def _decode(words: Any, states: Any, tables: Any, table_of_row: Any, out: Any) -> int:  # noqa: ANN401
-    rows, columns = out.shape
-    full = columns // LANES
-    position = 0
-    # The word array carries LANES spare words at its end, so a step never reads outside it.
-    limit = words.size - LANES
-    x = states
-    for r in range(rows):
-        table = tables[table_of_row[r]]
-        row = out[r]
-        for step in range(full):
-            base = step * LANES
-            if position > limit:
-                return -1
-            for lane in range(LANES):
-                s = x[lane]
-                entry = table[s & np.uint32(PROB_SCALE - 1)]
-                row[base + lane] = np.uint8(entry & np.uint32(0xFF))
-                freq = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) + np.uint32(1)
-                x[lane] = freq * (s >> np.uint32(PROB_BITS)) + (entry >> np.uint32(20))
-            for lane in range(LANES):
-                s = x[lane]
-                low = s < np.uint32(STATE_LOW)
-                word = np.uint32(words[position])
-                x[lane] = ((s << np.uint32(16)) | word) if low else s
-                position += 1 if low else 0
-        if position > limit:
-            return -1
-        for i in range(full * LANES, columns):
-            lane = i - full * LANES
-            s = x[lane]
-            entry = table[s & np.uint32(PROB_SCALE - 1)]
-            row[i] = np.uint8(entry & np.uint32(0xFF))
-            freq = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) + np.uint32(1)
-            s = freq * (s >> np.uint32(PROB_BITS)) + (entry >> np.uint32(20))
-            if s < np.uint32(STATE_LOW):
-                s = (s << np.uint32(16)) | np.uint32(words[position])
-                position += 1
-            x[lane] = s
-    for lane in range(LANES):
-        if x[lane] != np.uint32(STATE_LOW):
-            return -1
-    return position
+    return states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
 
 
 def decode(stream: bytes | memoryview, table_of_row: np.ndarray, tables: np.ndarray, out: np.ndarray) -> None:
@@ -188,7 +138,7 @@ def decode(stream: bytes | memoryview, table_of_row: np.ndarray, tables: np.ndar
     ----------
     stream : bytes-like
     table_of_row : ndarray
-        Table index of each row ``[R]``; the caller has checked that all are below ``len(tables)``.
+        Table index of each row ``[R]``.
     tables : ndarray
         uint32 ``[S, 4096]`` from `decode_tables`.
     out : ndarray
@@ -197,14 +147,28 @@ def decode(stream: bytes | memoryview, table_of_row: np.ndarray, tables: np.ndar
     Raises
     ------
     ValueError
-        If the stream is damaged: wrong length, or its lanes do not end in their initial state.
+        If the stream is damaged (wrong length, or its lanes do not end in their initial state), or an array does not
+        fit.
     """
-    if len(stream) < HEADER_BYTES or len(stream) % 2:
+    data = np.frombuffer(stream, dtype=np.uint8)
+    if len(data) < HEADER_BYTES or len(data) % 2:
         raise ValueError("rANS stream is truncated")
-    states = np.frombuffer(stream, dtype="<u4", count=LANES).astype(np.uint32)
-    count = (len(stream) - HEADER_BYTES) // 2
-    words = np.zeros(count + LANES, dtype=np.uint16)
-    words[:count] = np.frombuffer(stream, dtype="<u2", offset=HEADER_BYTES)
-    used = _decode(words, states, tables, np.ascontiguousarray(table_of_row, dtype=np.int64), out)
-    if used != count:
+    tables = np.ascontiguousarray(tables, dtype=np.uint32)
+    if tables.ndim != 2 or tables.shape[1] != PROB_SCALE:
+        raise ValueError("rANS look-up tables have 4096 entries each")
+    if out.ndim != 2 or out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError("rANS symbols go into a writable, C-contiguous uint8 matrix")
+    rows = _checked_rows(table_of_row, len(out), len(tables))
+    # One flag for every caller: numba compiles for read-only and for writable arrays separately.
+    data.flags.writeable = False
+    states = data[:HEADER_BYTES].view("<u4").astype(np.uint32)
+    words = data[HEADER_BYTES:]
+    count = len(words) // 2
+    margin = out.shape[1] + LANES
+    tail_start = max(0, count - margin)
+    tail = np.zeros(2 * (count - tail_start + margin), dtype=np.uint8)
+    tail[: 2 * (count - tail_start)] = words[2 * tail_start :]
+    tail.flags.writeable = False
+    used = _DECODE_ROWS(words, tail, tail_start, states, tables, rows, out)
+    if used != count or (states != STATE_LOW).any():
         raise ValueError("rANS stream is damaged")
