@@ -1,0 +1,60 @@
+"""Write a file whole or not at all: temporary file in the same folder, fsync, rename, fsync of the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from pltpack.errors import ConflictError, DumpError
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents.
+
+    Raises
+    ------
+    ConflictError
+        If something else has the name.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConflictError("exists and is not a folder", path) from None
+    except OSError as error:
+        raise DumpError(f"cannot be made ({error.strerror})", path) from None
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary name to write to; on success the file there takes the place of `path`, else it is removed.
+
+    Raises
+    ------
+    DumpError
+        If the system refuses the write.
+    ConflictError
+        If `path` is a folder.
+    """
+    if path.is_dir():
+        raise ConflictError("is a folder", path)
+    temp = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    try:
+        yield temp
+        _sync(temp, os.O_RDWR)
+        os.replace(temp, path)
+        _sync(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise DumpError(f"cannot be written ({error.strerror or error})", path) from error
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,235 @@
+"""The contract between a dump format and its users, and what all formats check alike.
+
+A format reads tokens and metadata at once and the caches on demand, so that a dump larger than memory can be streamed;
+it writes layer by layer for the same reason.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pltpack.dumps.tokens import TokenLookup
+from pltpack.errors import DumpError, PltpackError
+from pltpack.snapshot import Identity, LayerGeometry, Snapshot
+
+#: Most layers of one session.
+MAX_LAYERS = 4096
+#: Most heads of a layer, and longest head dimension.
+MAX_DIM = 1 << 20
+#: Longest JSON text of an identity or token list in bytes.
+MAX_JSON = 256 << 20
+# A Python int in a list takes up to 36 bytes, so this bounds what parsing a JSON text may allocate.
+_MAX_JSON_ITEMS = 1 << 24
+_SLICE_BYTES = 32 << 20
+
+
+class DumpFormat(abc.ABC):
+    """Abstract base of all dump formats; instances hold no state.
+
+    A third party's format is a subclass, named by an entry point of the group ``pltpack.dumps``.
+    """
+
+    #: Name in the registry and on the command line.
+    format_id: ClassVar[str]
+
+    @abc.abstractmethod
+    def sniff(self, path: Path, head: bytes) -> bool:
+        """Whether the file is of this format, damaged or not, told by its content.
+
+        Parameters
+        ----------
+        path : Path
+            A regular file.
+        head : bytes
+            Its first bytes, up to 4096.
+        """
+
+    @abc.abstractmethod
+    def read(self, path: Path, tokens: TokenLookup) -> Iterator[Snapshot]:
+        """Give the snapshots in a file; their arrays are read only when a layer is asked for.
+
+        Parameters
+        ----------
+        path : Path
+            A regular file.
+        tokens : TokenLookup
+            Finds token ids for dumps that hold none.
+
+        Raises
+        ------
+        DumpError
+            If the file is damaged, or a session's tokens are missing or do not fit its caches.
+        UnsupportedError
+            If it is valid but uses what this version does not handle.
+        """
+
+    @abc.abstractmethod
+    def write(self, snapshots: Iterable[Snapshot], path: Path) -> list[Path]:
+        """Write snapshots layer by layer, each file whole or not at all; returns the files written.
+
+        Raises
+        ------
+        DumpError
+            If two snapshots have one name, or a source gives arrays that its geometry does not announce.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileStamp:
+    """A file's size in bytes and time of change: enough to notice that it was replaced between two reads."""
+
+    size: int
+    changed: int
+
+    @classmethod
+    def of(cls, fd_or_path: int | str | os.PathLike[str]) -> FileStamp:
+        """The present stamp of an open or named file."""
+        stat = os.stat(fd_or_path)
+        return cls(stat.st_size, stat.st_mtime_ns)
+
+    def check(self, fd_or_path: int | str | os.PathLike[str], path: str) -> None:
+        """Raise DumpError unless the file is still the one that was opened."""
+        if FileStamp.of(fd_or_path) != self:
+            raise DumpError("the file changed while it was read", path)
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """Parse untrusted JSON within bounds of size and depth.
+
+    Raises
+    ------
+    DumpError
+        Naming `what`.
+    """
+    comma = "," if isinstance(text, str) else b","
+    if len(text) > MAX_JSON or text.count(comma) > _MAX_JSON_ITEMS:  # type: ignore[arg-type]
+        raise DumpError(f"{what} is too large ({len(text)} bytes)")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DumpError(f"{what} is not valid JSON ({type(error).__name__})") from None
+
+
+def parse_identity(text: str | None, layers: tuple[LayerGeometry, ...]) -> Identity:
+    """The identity that a dump records, with the geometry of its arrays.
+
+    Recorded geometry must agree with the arrays; only the window, which arrays cannot show, is taken from it.
+
+    Parameters
+    ----------
+    text : str or None
+        JSON of `Identity.to_json`; fields may be missing.
+    layers : tuple of LayerGeometry
+        What the arrays are.
+    """
+    recorded = Identity() if text is None else identity_of(parse_json(text, "identity"))
+    return with_layers(recorded, layers)
+
+
+def identity_of(data: Any) -> Identity:
+    """`Identity.from_json` for untrusted values, which may also be text that is no Unicode."""
+    if not isinstance(data, Mapping):
+        raise DumpError("identity is not a JSON object")
+    try:
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        raise DumpError("identity holds values that JSON does not have") from None
+    return Identity.from_json(data)
+
+
+def with_layers(recorded: Identity, layers: tuple[LayerGeometry, ...]) -> Identity:
+    """`recorded` with the geometry of the arrays, after checking that the two agree."""
+    if recorded.layers:
+        if len(recorded.layers) != len(layers):
+            raise DumpError(f"identity records {len(recorded.layers)} layers but the dump holds {len(layers)}")
+        for index, (said, found) in enumerate(zip(recorded.layers, layers, strict=True)):
+            if dataclasses.replace(said, window=None) != found:
+                raise DumpError(f"identity's geometry of layer {index} differs from the dump's arrays")
+        layers = recorded.layers
+    return dataclasses.replace(recorded, layers=layers)
+
+
+def check_dims(index: int, heads: int, k_dim: int, v_dim: int) -> None:
+    """Raise DumpError if a layer is empty in an axis other than tokens, or absurdly large."""
+    for name, size in (("heads", heads), ("key dimension", k_dim), ("value dimension", v_dim)):
+        if not 0 < size <= MAX_DIM:
+            raise DumpError(f"layer {index}: {name} of {size} (allowed: 1 to {MAX_DIM})")
+
+
+def check_extras(
+    count: int, logprobs: np.ndarray | None, ids: np.ndarray | None, importance: np.ndarray | None
+) -> None:
+    """Raise DumpError unless the optional per-token arrays fit `count` tokens and each other."""
+    if (logprobs is None) != (ids is None):
+        raise DumpError("logprobs and logprob_ids must both be there or both be missing")
+    if logprobs is not None and ids is not None and (
+        logprobs.ndim != 2 or logprobs.shape != ids.shape or len(logprobs) != count
+    ):  # fmt: skip
+        raise DumpError(f"logprobs {logprobs.shape} and logprob_ids {ids.shape} do not fit {count} tokens")
+    if importance is not None and importance.shape != (count,):
+        raise DumpError(f"importance {importance.shape} does not fit {count} tokens")
+
+
+def check_range(start: int, stop: int, count: int) -> None:
+    """Raise ValueError unless ``0 <= start <= stop <= count``."""
+    if not 0 <= start <= stop <= count:
+        raise ValueError(f"token range {start}:{stop} is outside 0:{count}")
+
+
+def layer_slices(snapshot: Snapshot, index: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """One layer as ``(start, stop, keys, values)``, in token runs of about 32 MiB, checked against the geometry.
+
+    Raises
+    ------
+    DumpError
+        If the source gives arrays of another shape or dtype than the snapshot's identity says.
+    """
+    geometry = snapshot.identity.layers[index]
+    step = max(256, _SLICE_BYTES // geometry.bytes_per_token // 256 * 256)
+    for start in range(0, len(snapshot), step):
+        stop = min(start + step, len(snapshot))
+        keys, values = snapshot.layer(index, start, stop)
+        for name, array, dim in (("keys", keys, geometry.k_dim), ("values", values, geometry.v_dim)):
+            if array.shape != (geometry.heads, stop - start, dim) or array.dtype != snapshot_dtype(geometry):
+                raise DumpError(
+                    f"session {snapshot.session!r} layer {index}: {name} are {array.dtype}{list(array.shape)}, "
+                    f"not as the identity says"
+                )
+        yield start, stop, keys, values
+
+
+def snapshot_dtype(geometry: LayerGeometry) -> np.dtype[Any]:
+    """The numpy dtype of a layer."""
+    from pltpack.snapshot import DTYPES
+
+    return DTYPES[geometry.dtype]
+
+
+def check_snapshot(snapshot: Snapshot) -> Snapshot:
+    """The snapshot itself, if it can be written: tokens, geometry and extras in order.
+
+    Raises
+    ------
+    DumpError
+        Naming the session and what is wrong.
+    """
+    from pltpack.dumps.tokens import token_ids
+    from pltpack.names import check_session
+
+    try:
+        check_session(snapshot.session)
+        token_ids(snapshot.tokens, "tokens")
+        if not 0 < len(snapshot.identity.layers) <= MAX_LAYERS:
+            raise DumpError(f"{len(snapshot.identity.layers)} layers (allowed: 1 to {MAX_LAYERS})")
+        check_extras(len(snapshot), snapshot.logprobs, snapshot.logprob_ids, snapshot.importance)
+    except PltpackError as error:
+        raise type(error)(f"session {snapshot.session!r}: {error.fact}", error.path) from None
+    return snapshot

@@ -1,0 +1,207 @@
+"""``hdf5`` dumps: many sessions per file.
+
+``/sessions/<id>/tokens`` int32 ``[T]``; ``/sessions/<id>/layers/<i>/keys`` ``[H_kv, T, D_k]`` and ``values``
+``[H_kv, T, D_v]``, float32 or float16 as they are, BF16 as uint16 and fp8 as uint8 with the attribute ``dtype``
+(``BF16``, ``F8_E4M3``, ``F8_E5M2``); optionally ``logprobs``, ``logprob_ids`` and ``importance`` beside ``tokens``.
+The session group's attribute ``identity`` holds JSON; its attribute ``session`` the name, where ``<id>`` is the
+percent-quoted form (`pltpack.names.session_to_file`). Datasets are chunked along tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pltpack.dumps import base
+from pltpack.dumps.atomic import make_folder, replacing
+from pltpack.dumps.hdf5_guard import SIGNATURE, check_dataset, child, handles, member_names, translated
+from pltpack.dumps.tensor_layout import identity_json
+from pltpack.dumps.tokens import TokenLookup, token_ids
+from pltpack.errors import DumpError, UnsupportedError
+from pltpack.names import check_session, session_to_file
+from pltpack.snapshot import DTYPES, LayerGeometry, Snapshot
+
+#: Most sessions of one file.
+MAX_SESSIONS = 1 << 17
+_CHUNK_BYTES = 1 << 20
+_STORED = {"BF16": np.dtype("<u2"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
+           "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}  # fmt: skip
+_EXTRAS = {"logprobs": np.dtype("<f4"), "logprob_ids": np.dtype("<i4"), "importance": np.dtype("<f4")}
+
+
+class Hdf5Format(base.DumpFormat):
+    """One HDF5 file of many sessions."""
+
+    format_id = "hdf5"
+
+    def sniff(self, path: Path, head: bytes) -> bool:
+        """See `DumpFormat.sniff`; the signature may stand behind a user block of 512, 1024 or 2048 bytes."""
+        return any(head[at : at + 8] == SIGNATURE for at in (0, 512, 1024, 2048))
+
+    def read(self, path: Path, tokens: TokenLookup) -> Iterator[Snapshot]:
+        """See `DumpFormat.read`."""
+        name = os.fspath(path.absolute())
+        stamp = base.FileStamp.of(path)
+        with translated(path), handles.open(name, stamp) as file:
+            ids = member_names(child(file, "sessions", "group"), MAX_SESSIONS)
+        for group in ids:
+            with translated(path), handles.open(name, stamp) as file:
+                snapshot = _read_session(child(child(file, "sessions", "group"), group, "group"), path, stamp, tokens)
+            yield snapshot
+
+    def write(self, snapshots: Iterable[Snapshot], path: Path) -> list[Path]:
+        """See `DumpFormat.write`; `path` is the file."""
+        import h5py
+
+        make_folder(path.parent)
+        with replacing(path) as temp, h5py.File(temp, "x", libver=("v108", "latest")) as file:
+            root = file.create_group("sessions")
+            for snapshot in snapshots:
+                base.check_snapshot(snapshot)
+                group = session_to_file(snapshot.session)
+                if group in root:
+                    raise DumpError(f"two snapshots are named {snapshot.session!r}", path)
+                _write_session(root.create_group(group), snapshot)
+        return [path]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hdf5Source:
+    """A `LayerSource` over one session of an HDF5 file; the library serves one thread at a time."""
+
+    path: str
+    stamp: base.FileStamp
+    group: str
+    count: int
+    layers: tuple[LayerGeometry, ...]
+
+    def layer(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `LayerSource.layer`."""
+        base.check_range(start, stop, self.count)
+        geometry = self.layers[index]
+        with translated(self.path), handles.open(self.path, self.stamp) as file:
+            layer = file[f"sessions/{self.group}/layers/{index}"]
+            keys, values = (layer[name][:, start:stop] for name in ("keys", "values"))
+        return _restore(keys, geometry.dtype), _restore(values, geometry.dtype)
+
+
+def _restore(array: np.ndarray, dtype: str) -> np.ndarray:
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return native.view(DTYPES[dtype])
+
+
+def _read_session(group: Any, path: Path, stamp: base.FileStamp, tokens: TokenLookup) -> Snapshot:
+    group_name = group.name.rsplit("/", 1)[-1]
+    session = _text(group, "session") or group_name
+    check_session(session)
+    layers = child(group, "layers", "group")
+    names = member_names(layers, base.MAX_LAYERS)
+    if not names or {str(index) for index in range(len(names))} != set(names):
+        raise DumpError(f"session {session!r}: layers are not named 0 to {len(names) - 1}")
+    count = None
+    geometry = []
+    for index in range(len(names)):
+        layer = child(layers, str(index), "group")
+        keys, values = (child(layer, name, "dataset") for name in ("keys", "values"))
+        geometry.append(_geometry(index, keys, values))
+        count = keys.shape[1] if count is None else count
+        if keys.shape[1] != count or values.shape[1] != count:
+            raise DumpError(f"session {session!r}: layer {index} does not hold {count} tokens as layer 0 does")
+    stored = token_ids(_array(group, "tokens"), "tokens") if "tokens" in member_names(group, 64) else None
+    assert count is not None
+    extras = {name: _extra(group, name, dtype) for name, dtype in _EXTRAS.items() if name in member_names(group, 64)}
+    base.check_extras(count, extras.get("logprobs"), extras.get("logprob_ids"), extras.get("importance"))
+    return Snapshot(
+        session=session,
+        tokens=tokens.require(path, session, count, stored),
+        identity=base.parse_identity(_text(group, "identity"), tuple(geometry)),
+        source=Hdf5Source(os.fspath(path.absolute()), stamp, group_name, count, tuple(geometry)),
+        origin=os.fspath(path),
+        **extras,
+    )
+
+
+def _geometry(index: int, keys: Any, values: Any) -> LayerGeometry:
+    dtypes = []
+    for name, dataset in (("keys", keys), ("values", values)):
+        check_dataset(dataset, 3)
+        said = _text(dataset, "dtype")
+        stored = dataset.dtype
+        if said is None:
+            said = {"f4": "F32", "f2": "F16"}.get(f"{stored.kind}{stored.itemsize}")
+        if said is None:
+            raise DumpError(f"layer {index}: {name} are {stored} without the attribute 'dtype'")
+        if said not in DTYPES:
+            raise UnsupportedError(f"layer {index}: {name} have dtype {said!r} (known: {', '.join(DTYPES)})")
+        if (stored.kind, stored.itemsize) != (_STORED[said].kind, _STORED[said].itemsize):
+            raise DumpError(f"layer {index}: {name} are {said} but stored as {stored}")
+        dtypes.append(said)
+    if dtypes[0] != dtypes[1]:
+        raise UnsupportedError(f"layer {index}: keys are {dtypes[0]} but values are {dtypes[1]}")
+    if keys.shape[0] != values.shape[0]:
+        raise DumpError(f"layer {index}: {keys.shape[0]} key heads but {values.shape[0]} value heads")
+    base.check_dims(index, keys.shape[0], keys.shape[2], values.shape[2])
+    return LayerGeometry(keys.shape[0], keys.shape[2], values.shape[2], dtypes[0])
+
+
+def _array(group: Any, name: str) -> np.ndarray:
+    dataset = child(group, name, "dataset")
+    check_dataset(dataset, None)
+    return np.asarray(dataset[()])
+
+
+def _extra(group: Any, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+    array = _array(group, name)
+    if (array.dtype.kind, array.dtype.itemsize) != (dtype.kind, dtype.itemsize):
+        raise DumpError(f"{name} are {array.dtype} instead of {dtype}")
+    return array.astype(dtype, copy=False)
+
+
+def _text(node: Any, name: str) -> str | None:
+    """A string attribute; its stored size is bounded before it is read."""
+    if name not in node.attrs:
+        return None
+    if node.attrs.get_id(name).shape != ():
+        raise DumpError(f"attribute {name!r} is not one string")
+    value = node.attrs[name]
+    if isinstance(value, bytes):
+        value = value.decode()
+    if not isinstance(value, str):
+        raise DumpError(f"attribute {name!r} is not a string")
+    return value
+
+
+def _write_session(group: Any, snapshot: Snapshot) -> None:
+    group.attrs["session"] = snapshot.session
+    group.attrs["identity"] = identity_json(snapshot.identity)
+    group["tokens"] = np.ascontiguousarray(snapshot.tokens, "<i4")
+    for name, dtype in _EXTRAS.items():
+        array = getattr(snapshot, name)
+        if array is not None:
+            group[name] = np.ascontiguousarray(array, dtype)
+    layers = group.create_group("layers")
+    for index, geometry in enumerate(snapshot.identity.layers):
+        layer = layers.create_group(str(index))
+        keys, values = (
+            _dataset(layer, name, geometry, len(snapshot), dim)
+            for name, dim in (("keys", geometry.k_dim), ("values", geometry.v_dim))
+        )
+        stored = _STORED[geometry.dtype]
+        for start, stop, k, v in base.layer_slices(snapshot, index):
+            keys[:, start:stop] = np.ascontiguousarray(k).view(stored)
+            values[:, start:stop] = np.ascontiguousarray(v).view(stored)
+
+
+def _dataset(layer: Any, name: str, geometry: LayerGeometry, count: int, dim: int) -> Any:
+    stored = _STORED[geometry.dtype]
+    row = geometry.heads * dim * stored.itemsize
+    run = min(count, max(1, min(1024, _CHUNK_BYTES // row)))
+    chunks = (geometry.heads, run, dim) if count else None
+    dataset = layer.create_dataset(name, (geometry.heads, count, dim), stored, chunks=chunks)
+    dataset.attrs["dtype"] = geometry.dtype
+    return dataset

@@ -1,0 +1,128 @@
+"""Token ids from outside a dump: sidecar files and the file that the caller names.
+
+Most engines do not store token ids with their caches, so an importer takes them from ``<dump>.tokens.json`` beside the
+dump (``a.safetensors.tokens.json`` or ``a.tokens.json``) or from one file for all dumps. Both hold a JSON list for one
+session, or an object ``{session: list}``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pltpack.errors import DumpError, NotFoundError, PltpackError
+
+SIDECAR = ".tokens.json"
+
+
+def token_ids(values: Any, what: str) -> np.ndarray:
+    """Check untrusted token ids and give them as int32 ``[T]``.
+
+    Parameters
+    ----------
+    values : ndarray or list
+        Integers from 0 to 2**31 - 1.
+    what : str
+        Name for the error message.
+
+    Raises
+    ------
+    DumpError
+        If they are not a flat list of integers in that range.
+    """
+    if isinstance(values, list):
+        if not all(type(value) is int for value in values):
+            raise DumpError(f"{what} is not a list of integers")
+        if values and not (min(values) >= 0 and max(values) < 1 << 31):
+            raise DumpError(f"{what} holds ids outside 0 to 2**31 - 1")
+        return np.array(values, dtype=np.int32)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        raise DumpError(f"{what} is not a flat array of integers")
+    if len(values) and not (values.min() >= 0 and values.max() < 1 << 31):
+        raise DumpError(f"{what} holds ids outside 0 to 2**31 - 1")
+    return np.ascontiguousarray(values, dtype=np.int32)
+
+
+class TokenLookup:
+    """Finds the token ids of dumps that hold none.
+
+    Parameters
+    ----------
+    file : path, optional
+        JSON file for all dumps; a plain list serves one session only.
+    """
+
+    def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
+        self._file = None if file is None else Path(file)
+        self._given = None if self._file is None else _load(self._file)
+        self._taken_by: str | None = None
+
+    def find(self, dump: Path, session: str) -> np.ndarray | None:
+        """Token ids int32 ``[T]`` from the sidecar of `dump`, else from the caller's file, else None.
+
+        Raises
+        ------
+        DumpError
+            If a token file is malformed, or one plain list would serve two sessions.
+        """
+        for sidecar in (dump.with_name(dump.name + SIDECAR), dump.with_name(dump.stem + SIDECAR)):
+            if sidecar.is_file():
+                found = _pick(_load(sidecar), session, sidecar)
+                if found is not None:
+                    return found
+        if self._file is None:
+            return None
+        if isinstance(self._given, list):
+            if self._taken_by not in (None, session):
+                raise DumpError(f"one list of tokens cannot serve both {self._taken_by!r} and {session!r}; "
+                                "give an object {session: list}", self._file)  # fmt: skip
+            self._taken_by = session
+        return _pick(self._given, session, self._file)
+
+    def require(self, dump: Path, session: str, count: int, found: np.ndarray | None = None) -> np.ndarray:
+        """Token ids of a session of `count` cached tokens: `found` in the dump itself, else those of `find`.
+
+        Raises
+        ------
+        DumpError
+            If there are none, or their number is not `count`.
+        """
+        ids = found if found is not None else self.find(dump, session)
+        if ids is None:
+            raise DumpError(f"session {session!r} has no token ids; put a JSON list into {dump.name}{SIDECAR} "
+                            "or name a file of them (--tokens FILE)", dump)  # fmt: skip
+        if len(ids) != count:
+            raise DumpError(f"session {session!r} has {len(ids)} token ids but its caches hold {count} tokens", dump)
+        return ids
+
+
+def _load(file: Path) -> Any:
+    from pltpack.dumps.base import MAX_JSON, parse_json
+
+    try:
+        if not file.is_file():
+            raise NotFoundError("no such token file", file)
+        if file.stat().st_size > MAX_JSON:
+            raise DumpError(f"token file is larger than {MAX_JSON} bytes", file)
+        return parse_json(file.read_bytes(), "token file")
+    except OSError as error:
+        raise DumpError(f"cannot be read ({error.strerror})", file) from None
+    except PltpackError as error:
+        raise error.at(file) from None
+
+
+def _pick(data: Any, session: str, file: Path) -> np.ndarray | None:
+    if isinstance(data, Mapping):
+        if session not in data:
+            return None
+        data = data[session]
+    try:
+        if not isinstance(data, list):
+            raise DumpError("token file is neither a list nor an object {session: list}")
+        return token_ids(data, f"token list of {session!r}")
+    except PltpackError as error:
+        raise error.at(file) from None
