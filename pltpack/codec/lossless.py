@@ -1,0 +1,259 @@
+"""The lossless codec: every bit of every dtype, by channel windows, rANS and stored low bits.
+
+Notation: a unit has H heads, N tokens and R = H * (D_k + D_v) channels, E = R * N elements of W bits. Channel rows are
+``[R, N]``: row ``h * D_k + d`` for keys, row ``H * D_k + h * D_v + d`` for values. All integers are little-endian.
+
+| dtype | W | low bits L | mantissa bits in the top S | planes of low bits (shift, width), in order |
+|---|---|---|---|---|
+| BF16 | 16 | 4 | 3 | (0, 4) |
+| F16 | 16 | 8 | 2 | (0, 8) |
+| F32 | 32 | 20 | 3 | (16, 4) (8, 8) (0, 8) |
+| F8_E4M3 | 8 | 0 | 3 | |
+| F8_E5M2 | 8 | 0 | 2 | |
+
+**Symbols.** ``top = word >> L`` has B = W - L bits; its highest is the sign, the others the magnitude m. A channel has a
+window octave `base` and a class byte: bits 0 to 6 name the table, bit 7 is `mirror`. With
+``t = (m - base * 2^S) mod 2^(B-1)`` the symbol is ``t | (sign xor mirror) << 7`` if t < 128 and the table has a frequency
+above 0 for it and it is not the table's escape symbol. Otherwise the escape symbol is coded and `top` goes to the
+list of escapes. Symbols and escapes run over the channel rows in order.
+
+**Payload.** One mode byte, then:
+
+| mode | name | body |
+|---|---|---|
+| 0 | raw | keys, then values, in C order |
+| 1 | zstd | one frame of W / 8 byte planes of the channel rows, highest byte first, each ``[R, N]`` |
+| 2 | static | symbol body, tables and channels from the state |
+| 3 | inline | u32 length and zstd frame of a model, then symbol body |
+| 4 | same | nothing: the unit equals its reference |
+| 5 | sparse | see `pltpack.codec.delta` |
+| 6 | dense | see `pltpack.codec.delta` |
+
+Symbol body:
+
+| bytes | content |
+|---|---|
+| 4 | u32 number of escapes X, at most E |
+| 4 | u32 length of the rANS stream Z |
+| 2 X | escapes, u16, each below 2^B |
+| Z | rANS stream of the symbols ``[R, N]``, the table of a row being its channel's |
+| per plane 1 | 0: the plane's bytes follow; 1: u32 length and zstd frame of them follow |
+
+A plane of width 8 is u8 ``[R, N]``: bits ``shift … shift + 7``. A plane of width 4 is u8 ``[R, ceil(N / 2)]``: byte j has
+bits ``shift … shift + 3`` of column j in its low half, and of column ``j + ceil(N / 2)`` (0 if there is none) above.
+
+Model, decompressed: u8 number of tables C (1 to 128); u16 ``[C, 256]`` frequencies, each row with sum 4096; u8 ``[C]``
+escape symbols; u8 ``[R]`` bases; u8 ``[R]`` class bytes.
+
+**State.** ``freqs`` u16 ``[C, 256]`` and ``escape`` u8 ``[C]``, C from 0 (no static mode) to 128; ``base`` and ``class``
+u8, the channels of all layers one after the other.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import ClassVar
+
+import numpy as np
+
+from pltpack.codec import classes, delta, planes, symbols
+from pltpack.codec.base import Codec, KeyValue, Samples, State, Unit
+from pltpack.codec.classes import LAYOUTS, Layout, Rows, Tables
+from pltpack.codec.delta import Words
+from pltpack.codec.payload import Reader, declared_size, expand, squeeze
+from pltpack.snapshot import Identity, LayerGeometry
+
+RAW, ZSTD, STATIC, INLINE, SAME, SPARSE, DENSE = range(7)
+
+#: Most tables of a state, and of a model inside a payload.
+STATE_CLASSES = 64
+INLINE_CLASSES = 8
+#: Elements that pay for one table in a state, and in a payload.
+_STATE_ELEMENTS = 1 << 16
+_INLINE_ELEMENTS = 1 << 15
+
+
+class LosslessCodec(Codec):
+    """Bit-exact coding of cache words, NaN payloads included; the module's text is its bitstream.
+
+    Takes no configuration. Without a reference a unit is coded with static tables per channel class, or with tables of
+    its own, zstd or not at all where that is smaller; with a reference, as a difference where that is smaller.
+    """
+
+    codec_id: ClassVar[str] = "lossless"
+    exact: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._tables: Tables | None = None
+        self._rows: list[Rows] = []
+
+    def learn(self, samples: Samples, identity: Identity) -> dict[str, np.ndarray]:
+        """See `Codec.learn`: windows and classes of all channels, and up to 64 tables."""
+        parts, elements = [], 0
+        for index, geometry in enumerate(identity.layers):
+            layout = LAYOUTS[geometry.dtype]
+            tops = np.zeros((geometry.elements_per_token, 1 << layout.top_bits), dtype=np.uint32)
+            for sample in samples.layer(index):
+                _count(tops, _words((sample.keys, sample.values), layout), layout)
+            elements += int(tops.sum(dtype=np.int64))
+            parts.append(classes.window(tops, layout))
+        freqs, escape, base, kinds = classes.learn(parts, min(STATE_CLASSES, max(1, elements // _STATE_ELEMENTS)))
+        return {"freqs": freqs, "escape": escape, "base": base, "class": kinds}
+
+    def start(self, state: State, identity: Identity) -> None:
+        """See `Codec.start`."""
+        if set(state) != {"freqs", "escape", "base", "class"}:
+            raise ValueError("lossless state does not hold the arrays freqs, escape, base and class")
+        tables = Tables(state["freqs"], state["escape"])
+        base, kinds = state["base"], state["class"]
+        channels = [layer.elements_per_token for layer in identity.layers]
+        if any(array.dtype != np.uint8 or array.shape != (sum(channels),) for array in (base, kinds)):
+            raise ValueError("lossless state does not fit the number of channels")
+        _check_classes(kinds, len(tables) or 1)
+        ends = np.cumsum(channels)[:-1]
+        self._rows = [Rows.of(b, k, LAYOUTS[layer.dtype]) for b, k, layer in zip(
+            np.split(base, ends), np.split(kinds, ends), identity.layers, strict=True)] if channels else []  # fmt: skip
+        self._tables = tables if len(tables) else None
+
+    def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
+        """See `Codec.encode`."""
+        layout = LAYOUTS[unit.geometry.dtype]
+        words = _words((keys, values), layout)
+        payload = None
+        if reference is not None:
+            payload = _encode_difference(words, _words(reference, layout))
+            # A useful difference is a small one; then nothing else can be smaller.
+            if 4 * len(payload) <= words[0].nbytes + words[1].nbytes:
+                return payload
+        plain = self._encode_plain(unit, words, layout)
+        return plain if payload is None or len(plain) < len(payload) else payload
+
+    def _encode_plain(self, unit: Unit, words: Words, layout: Layout) -> bytes:
+        rows = delta.channel_rows(words)
+        found, usual = [], False
+        if self._tables is not None:
+            body, usual = symbols.encode(rows, self._static(unit), self._tables, layout)
+            found.append(bytes([STATIC]) + body)
+        if not usual:
+            found += [_encode_inline(rows, words, layout), bytes([ZSTD]) + squeeze(_byte_planes(rows))]
+        best = min((payload for payload in found if payload), key=len)
+        if len(best) <= rows.nbytes:
+            return best
+        return bytes([RAW]) + words[0].tobytes() + words[1].tobytes()
+
+    def _static(self, unit: Unit) -> Rows:
+        if not 0 <= unit.layer < len(self._rows):
+            raise ValueError(f"lossless state has no layer {unit.layer}")
+        rows = self._rows[unit.layer]
+        if len(rows.table) != unit.geometry.elements_per_token:
+            raise ValueError(f"layer {unit.layer} has another number of channels than the lossless state")
+        return rows
+
+    def decode(
+        self,
+        payload: memoryview,
+        unit: Unit,
+        keys: np.ndarray,
+        values: np.ndarray,
+        reference: KeyValue | None = None,
+    ) -> None:
+        """See `Codec.decode`."""
+        layout = LAYOUTS[unit.geometry.dtype]
+        words = _words((keys, values), layout)
+        reader = Reader(payload)
+        mode = reader.u8()
+        if mode in (SAME, SPARSE, DENSE):
+            if reference is None:
+                raise ValueError("payload is a difference, but there is no reference")
+            _decode_difference(mode, reader, words, _words(reference, layout))
+        elif mode == RAW:
+            for out in words:
+                out[...] = reader.array(out.size, layout.word.str).reshape(out.shape)
+        elif mode == ZSTD:
+            _decode_zstd(reader, words, layout)
+        elif mode == STATIC:
+            if self._tables is None:
+                raise ValueError("payload uses static tables, but the state has none")
+            delta.spread_rows(symbols.decode(reader, unit.tokens, self._static(unit), self._tables, layout), words)
+        elif mode == INLINE:
+            rows, tables = _read_model(reader, unit.geometry, layout)
+            delta.spread_rows(symbols.decode(reader, unit.tokens, rows, tables, layout), words)
+        else:
+            raise ValueError(f"lossless payload has the unknown mode {mode}")
+        reader.end()
+
+
+def _words(arrays: KeyValue, layout: Layout) -> Words:
+    return arrays[0].view(layout.word), arrays[1].view(layout.word)
+
+
+def _count(tops: np.ndarray, words: Words, layout: Layout) -> None:
+    split = words[0].shape[0] * words[0].shape[2]
+    planes.histogram(words[0], layout.low, tops[:split])
+    planes.histogram(words[1], layout.low, tops[split:])
+
+
+def _check_classes(kinds: np.ndarray, tables: int) -> None:
+    if len(kinds) and int((kinds & (classes.MIRROR - 1)).max()) >= tables:
+        raise ValueError("a channel names a lossless table that does not exist")
+
+
+def _encode_difference(words: Words, reference: Words) -> bytes:
+    sparse = delta.encode_sparse(words, reference)
+    if sparse is None:
+        return bytes([DENSE]) + delta.encode_dense(words, reference)
+    return bytes([SPARSE]) + sparse if sparse else bytes([SAME])
+
+
+def _decode_difference(mode: int, reader: Reader, words: Words, reference: Words) -> None:
+    if mode == SPARSE:
+        delta.decode_sparse(reader, words, reference)
+    elif mode == DENSE:
+        delta.decode_dense(reader, words, reference)
+    else:
+        for out, base in zip(words, reference, strict=True):
+            np.copyto(out, base)
+
+
+def _byte_planes(rows: np.ndarray) -> bytes:
+    return np.moveaxis(rows.view(np.uint8).reshape(*rows.shape, rows.itemsize), 2, 0)[::-1].tobytes()
+
+
+def _decode_zstd(reader: Reader, words: Words, layout: Layout) -> None:
+    channels = words[0].shape[0] * (words[0].shape[2] + words[1].shape[2])
+    size, width = channels * words[0].shape[1], layout.word.itemsize
+    data = np.frombuffer(expand(reader.rest(), size * width), dtype=np.uint8).reshape(width, channels, -1)
+    rows = np.ascontiguousarray(np.moveaxis(data[::-1], 0, 2)).view(layout.word)[:, :, 0]
+    delta.spread_rows(rows, words)
+
+
+def _encode_inline(rows: np.ndarray, words: Words, layout: Layout) -> bytes | None:
+    """The inline mode's payload, or None if no window holds a word."""
+    tops = np.zeros((len(rows), 1 << layout.top_bits), dtype=np.uint32)
+    _count(tops, words, layout)
+    most = min(INLINE_CLASSES, max(1, rows.size // _INLINE_ELEMENTS))
+    freqs, escape, base, kinds = classes.learn([classes.window(tops, layout)], most)
+    if not len(freqs):
+        return None
+    model = squeeze(b"".join([bytes([len(freqs)]), freqs.astype("<u2").tobytes(), escape.tobytes(), base.tobytes(),
+                              kinds.tobytes()]))  # fmt: skip
+    body, _ = symbols.encode(rows, Rows.of(base, kinds, layout), Tables(freqs, escape), layout)
+    return bytes([INLINE]) + struct.pack("<I", len(model)) + model + body
+
+
+def _read_model(reader: Reader, geometry: LayerGeometry, layout: Layout) -> tuple[Rows, Tables]:
+    channels = geometry.elements_per_token
+    frame = reader.take(reader.u32())
+    # The number of tables stands inside the frame, so the frame's declared size tells it before decompression.
+    size = declared_size(frame)
+    count, odd = divmod(size - 1 - 2 * channels, 513)
+    if odd or not 1 <= count <= classes.MAX_CLASSES:
+        raise ValueError("inline model has an unexpected size")
+    model = Reader(memoryview(expand(frame, size)))
+    if model.u8() != count:
+        raise ValueError("inline model has a wrong number of tables")
+    freqs = model.array(256 * count, "<u2").reshape(count, 256)
+    tables = Tables(freqs, model.array(count, "u1"))
+    base, kinds = model.array(channels, "u1"), model.array(channels, "u1")
+    _check_classes(kinds, count)
+    return Rows.of(base, kinds, layout), tables

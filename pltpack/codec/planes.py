@@ -1,0 +1,233 @@
+"""Compiled loops of the lossless codec: channel rows, and the split of words into symbols and low bits.
+
+All kernels release the GIL and work on unsigned views of the cache: uint8, uint16 or uint32 words. Their callers check
+shapes and lengths; `merge`, which reads an untrusted list, checks that itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+
+_BLOCK = 32
+
+
+@numba.njit(nogil=True, cache=True)
+def _to_rows(words: Any, rows: Any) -> None:
+    heads, tokens, dim = words.shape
+    for h in range(heads):
+        for t0 in range(0, tokens, _BLOCK):
+            t1 = min(t0 + _BLOCK, tokens)
+            for d in range(dim):
+                row = rows[h * dim + d]
+                for t in range(t0, t1):
+                    row[t] = words[h, t, d]
+
+
+@numba.njit(nogil=True, cache=True)
+def _to_rows_by_four(packed: Any, rows: Any) -> None:
+    heads, tokens, quads = packed.shape
+    for h in range(heads):
+        for q in range(quads):
+            r = 4 * (h * quads + q)
+            row0, row1, row2, row3 = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
+            for t in range(tokens):
+                word = packed[h, t, q]
+                row0[t] = np.uint16(word)
+                row1[t] = np.uint16(word >> 16)
+                row2[t] = np.uint16(word >> 32)
+                row3[t] = np.uint16(word >> 48)
+
+
+@numba.njit(nogil=True, cache=True)
+def _from_rows(rows: Any, words: Any) -> None:
+    heads, tokens, dim = words.shape
+    for h in range(heads):
+        for t0 in range(0, tokens, _BLOCK):
+            t1 = min(t0 + _BLOCK, tokens)
+            for d in range(dim):
+                row = rows[h * dim + d]
+                for t in range(t0, t1):
+                    words[h, t, d] = row[t]
+
+
+@numba.njit(nogil=True, cache=True)
+def _from_rows_by_four(rows: Any, packed: Any) -> None:
+    heads, tokens, quads = packed.shape
+    for h in range(heads):
+        for q in range(quads):
+            r = 4 * (h * quads + q)
+            row0, row1, row2, row3 = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
+            for t in range(tokens):
+                low = np.uint32(row0[t]) | (np.uint32(row1[t]) << np.uint32(16))
+                high = np.uint32(row2[t]) | (np.uint32(row3[t]) << np.uint32(16))
+                packed[h, t, q] = np.uint64(low) | (np.uint64(high) << np.uint64(32))
+
+
+def _quads(words: np.ndarray) -> np.ndarray | None:
+    """Four 16-bit words as one: the transposes then move a quarter of the items."""
+    if words.dtype != np.uint16 or words.shape[2] % 4 or words.strides[2] != 2:
+        return None
+    return words.view(np.uint64)
+
+
+def to_rows(words: np.ndarray, rows: np.ndarray) -> None:
+    """Copy ``[H, T, D]``, any strides, to channel rows ``[H * D, T]``."""
+    packed = _quads(words)
+    if packed is None:
+        _to_rows(words, rows)
+    else:
+        _to_rows_by_four(packed, rows)
+
+
+def from_rows(rows: np.ndarray, words: np.ndarray) -> None:
+    """Inverse of `to_rows`."""
+    packed = _quads(words)
+    if packed is None:
+        _from_rows(rows, words)
+    else:
+        _from_rows_by_four(rows, packed)
+
+
+@numba.njit(nogil=True, cache=True)
+def histogram(words: Any, low: int, counts: Any) -> None:
+    """Add the tops ``word >> low`` of ``[H, T, D]`` to `counts` uint32 ``[H * D, tops]``."""
+    heads, tokens, dim = words.shape
+    for h in range(heads):
+        for t in range(tokens):
+            for d in range(dim):
+                counts[h * dim + d, words[h, t, d] >> low] += np.uint32(1)
+
+
+@functools.cache
+def split(word_bits: int, low: int) -> Any:
+    """The kernel that splits words of one width into window symbols and escaped tops.
+
+    Called as ``kernel(rows, base, mirror, table, escape, plain, symbols, escapes)``: `rows` ``[R, N]``; `base` and
+    `mirror` uint16 ``[R]`` (window start; 128 where signs are mirrored); `table` ``[R]``; `escape` uint8 ``[C]``;
+    `plain` bool ``[C, 256]``, whether a symbol may stand for itself; `symbols` uint8 ``[R, N]`` and `escapes` uint16
+    ``[R * N]`` are filled. Returns the number of escapes. The shift is a constant of the kernel, since a variable one
+    keeps the compiler from working on 16-bit lanes.
+    """
+    mask = np.uint16((1 << (word_bits - low - 1)) - 1)
+    down = word_bits - low - 8
+
+    @numba.njit(nogil=True, cache=True)
+    def kernel(rows, base, mirror, table, escape, plain, symbols, escapes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        count = 0
+        for r in range(rows.shape[0]):
+            row, out, allowed = rows[r], symbols[r], plain[table[r]]
+            start, flip = base[r], mirror[r]
+            far = np.uint16(0)
+            for n in range(row.size):
+                top = np.uint16(row[n] >> low)
+                t = np.uint16(np.uint16(top - start) & mask)
+                far |= t
+                out[n] = np.uint8((t & 127) | (((top >> down) & 128) ^ flip))
+            good = far < 128
+            for n in range(row.size):
+                good &= allowed[out[n]]
+            if not good:
+                for n in range(row.size):
+                    top = np.uint16(row[n] >> low)
+                    t = np.uint16(np.uint16(top - start) & mask)
+                    if t >= 128 or not allowed[out[n]]:
+                        out[n] = escape[table[r]]
+                        escapes[count] = top
+                        count += 1
+        return count
+
+    return kernel
+
+
+@functools.cache
+def merge(word_bits: int, low: int) -> Any:
+    """The inverse of `split`: adds tops to `rows`, which hold the low bits.
+
+    Called as ``kernel(symbols, base, mirror, table, escape, escapes, rows)``. Returns the number of escapes used, or -1
+    if there are too few or one is out of range.
+    """
+    mask = np.uint16((1 << (word_bits - low - 1)) - 1)
+    up = word_bits - low - 8
+    limit = 1 << (word_bits - low)
+    keep = (1 << low) - 1
+
+    @numba.njit(nogil=True, cache=True)
+    def kernel(symbols, base, mirror, table, escape, escapes, rows):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        count = 0
+        for r in range(symbols.shape[0]):
+            row, line = rows[r], symbols[r]
+            start, flip, code = base[r], mirror[r], escape[table[r]]
+            escaped = np.uint8(0)
+            for n in range(line.size):
+                symbol = np.uint16(line[n])
+                top = np.uint16(np.uint16((symbol & 127) + start) & mask) | (((symbol & 128) ^ flip) << up)
+                row[n] |= top << low
+                escaped |= np.uint8(line[n] == code)
+            if escaped:
+                for n in range(line.size):
+                    if line[n] == code:
+                        if count >= escapes.size or escapes[count] >= limit:
+                            return -1
+                        row[n] = (row[n] & keep) | (np.uint32(escapes[count]) << low)
+                        count += 1
+        return count
+
+    return kernel
+
+
+@functools.cache
+def bytes_plane(shift: int) -> tuple[Any, Any]:
+    """Kernels ``take(rows, plane)`` and ``give(plane, rows)`` of bits ``shift … shift + 7``; `give` adds to `rows`.
+
+    `plane` is uint8 ``[R, N]``.
+    """
+
+    @numba.njit(nogil=True, cache=True)
+    def take(rows, plane):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        for r in range(rows.shape[0]):
+            row, out = rows[r], plane[r]
+            for n in range(row.size):
+                out[n] = np.uint8((row[n] >> shift) & 255)
+
+    @numba.njit(nogil=True, cache=True)
+    def give(plane, rows):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        for r in range(rows.shape[0]):
+            row, line = rows[r], plane[r]
+            for n in range(row.size):
+                row[n] |= np.uint32(line[n]) << shift
+
+    return take, give
+
+
+@functools.cache
+def nibbles_plane(shift: int) -> tuple[Any, Any]:
+    """Kernels like `bytes_plane` for bits ``shift … shift + 3``.
+
+    `plane` is uint8 ``[R, ceil(N / 2)]``: byte j holds column j in its low half and column ``j + ceil(N / 2)`` above.
+    """
+
+    @numba.njit(nogil=True, cache=True)
+    def take(rows, plane):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        half = plane.shape[1]
+        for r in range(rows.shape[0]):
+            row, out, upper = rows[r], plane[r], rows[r, half:]
+            for n in range(upper.size):
+                out[n] = np.uint8(((row[n] >> shift) & 15) | (((upper[n] >> shift) & 15) << 4))
+            if upper.size < half:
+                out[half - 1] = np.uint8((row[half - 1] >> shift) & 15)
+
+    @numba.njit(nogil=True, cache=True)
+    def give(plane, rows):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        half = plane.shape[1]
+        for r in range(rows.shape[0]):
+            row, line, upper = rows[r], plane[r], rows[r, half:]
+            for n in range(half):
+                row[n] |= np.uint32(line[n] & 15) << shift
+            for n in range(upper.size):
+                upper[n] |= np.uint32(line[n] >> 4) << shift
+
+    return take, give

@@ -1,0 +1,87 @@
+"""The symbol body of the lossless codec: rANS symbols, escapes and planes of low bits (`pltpack.codec.lossless`)."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from pltpack.codec import planes, rans
+from pltpack.codec.classes import Layout, Rows, Tables
+from pltpack.codec.payload import Reader, expand, squeeze
+
+_STORED, _FRAME = 0, 1
+#: Bytes looked at to tell whether a plane is worth a try with zstd.
+_PROBE = 2048
+
+
+def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> tuple[bytes, bool]:
+    """The symbol body of words ``[R, N]``, and whether it looks as it does for data that the tables were made for."""
+    symbols = np.empty(rows.shape, dtype=np.uint8)
+    escapes = np.empty(rows.size, dtype=np.uint16)
+    count = planes.split(layout.word_bits, layout.low)(
+        rows, channels.start, channels.mirror, channels.table, tables.escape, tables.plain, symbols, escapes)  # fmt: skip
+    stream = rans.encode(symbols, channels.table, tables.freqs)
+    parts = [struct.pack("<II", count, len(stream)), escapes[:count].astype("<u2").tobytes(), stream]
+    usual = 64 * count <= rows.size and 16 * len(stream) <= 15 * rows.size + 16 * rans.HEADER_BYTES
+    for shift, width in layout.planes:
+        plane = np.empty(_shape(rows.shape, width), dtype=np.uint8)
+        _kernels(shift, width)[0](rows, plane)
+        frame = squeeze(plane.tobytes()) if _structured(plane.reshape(-1)) else b""
+        if frame and len(frame) + 4 < plane.size:
+            parts += [bytes([_FRAME]), struct.pack("<I", len(frame)), frame]
+            usual = False
+        else:
+            parts += [bytes([_STORED]), plane.tobytes()]
+    return b"".join(parts), usual
+
+
+def decode(reader: Reader, tokens: int, channels: Rows, tables: Tables, layout: Layout) -> np.ndarray:
+    """Words ``[R, tokens]`` from a symbol body.
+
+    Raises
+    ------
+    ValueError
+        If the body is malformed.
+    """
+    shape = (len(channels.table), tokens)
+    count, length = reader.u32(), reader.u32()
+    if count > shape[0] * shape[1]:
+        raise ValueError("number of escapes is out of range")
+    escapes = reader.array(count, "<u2").astype(np.uint16)
+    symbols = np.empty(shape, dtype=np.uint8)
+    rans.decode(reader.take(length), channels.table, tables.slots, symbols)
+    rows = np.zeros(shape, dtype=layout.word)
+    for shift, width in layout.planes:
+        _kernels(shift, width)[1](_read_plane(reader, _shape(shape, width)), rows)
+    used = planes.merge(layout.word_bits, layout.low)(
+        symbols, channels.start, channels.mirror, channels.table, tables.escape, escapes, rows)  # fmt: skip
+    if used != count:
+        raise ValueError("escapes are damaged")
+    return rows
+
+
+def _read_plane(reader: Reader, shape: tuple[int, int]) -> np.ndarray:
+    kind, size = reader.u8(), shape[0] * shape[1]
+    if kind == _STORED:
+        return reader.array(size, "u1").reshape(shape)
+    if kind == _FRAME:
+        return np.frombuffer(expand(reader.take(reader.u32()), size), dtype=np.uint8).reshape(shape)
+    raise ValueError("plane of low bits is of an unknown kind")
+
+
+def _structured(plane: np.ndarray) -> bool:
+    """Whether bytes sampled from a plane repeat clearly more often than random ones."""
+    sample = plane[:: max(1, plane.size // _PROBE)]
+    counts = np.bincount(sample, minlength=256)
+    pairs = int((counts * (counts - 1)).sum())
+    return 256 * pairs > (5 * sample.size * (sample.size - 1)) // 4
+
+
+def _shape(shape: tuple[int, ...], width: int) -> tuple[int, int]:
+    return shape[0], shape[1] if width == 8 else -(-shape[1] // 2)
+
+
+def _kernels(shift: int, width: int) -> tuple[Any, Any]:
+    return planes.bytes_plane(shift) if width == 8 else planes.nibbles_plane(shift)
