@@ -17,6 +17,8 @@ from pltpack.codec import rans_scalar, rans_simd
 from pltpack.codec.rans_scalar import LANES, PROB_SCALE, STATE_LOW
 from pltpack.errors import UnsupportedError
 
+__all__ = ["HEADER_BYTES", "KERNEL_VARIABLE", "LANES", "PROB_SCALE", "decode", "decode_tables", "encode", "normalize"]
+
 HEADER_BYTES = 4 * LANES
 #: Environment variable, read at import: "portable", "avx2" or "avx512" instead of the fastest loops that can run.
 KERNEL_VARIABLE = "PLTPACK_RANS_KERNEL"
