@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ def _collect(folder: Path, manifest: Manifest) -> list[str]:
     removed = []
     for path in sorted([*folder.iterdir(), *(folder / SHARDS).iterdir()]):
         name = path.relative_to(folder).as_posix()
+        if _TEMP.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+            removed.append(name)
+            continue
         ours = LIBRARY_NAME.fullmatch(name) or SHARD_NAME.fullmatch(name) or _TEMP.fullmatch(path.name)
         if ours and name not in named and path.is_file() and not path.is_symlink():
             path.unlink()

@@ -6,13 +6,11 @@ The file is a plain tar of an archive with one session and the part of the libra
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from pltpack.archive.create import PathLike, new_archive, open_for_writing
@@ -92,53 +90,58 @@ def import_session(archive: PathLike, file: PathLike) -> str:
         If the archive has a session of that name.
     """
     target, source = Path(archive), Path(file)
-    with _unpacked(target, source) as folder:
+    if not target.exists():
+        with new_archive(target) as folder:
+            (folder / SHARDS).mkdir()
+            _unpack(source, folder)
+            return _check(folder, source)
+    with open_for_writing(target) as current:
+        # Inside the archive and under its lock: what a killed run leaves here is garbage that `gc` may take.
+        folder = durable.temp_name(target / NAME)
+        (folder / SHARDS).mkdir(parents=True)
         try:
-            verify(folder)
-        except FormatError as error:
-            raise FormatError(error.fact, source) from None
+            _unpack(source, folder)
+            session = _check(folder, source)
+            with Archive(folder) as incoming:
+                _adopt(current, incoming, source)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return session
+
+
+def _check(folder: Path, source: Path) -> str:
+    try:
+        verify(folder)
         with Archive(folder) as incoming:
             if len(incoming.sessions) != 1:
-                raise FormatError("not a session file: it holds another number of sessions than one", source)
-            session = incoming.sessions[0]
-            if not target.exists():
-                _found(target, incoming)
-            else:
-                _adopt(target, incoming, source)
-            return session
+                raise FormatError("it does not hold exactly one session")
+            return incoming.sessions[0]
+    except FormatError as error:
+        raise FormatError(f"not a valid session file: {error.fact}", source) from None
 
 
-def _found(target: Path, incoming: Archive) -> None:
-    with new_archive(target) as folder:
-        (folder / SHARDS).mkdir()
-        for entry in (*incoming.manifest.libraries, *incoming.manifest.sessions):
-            _copy(incoming.path / entry.file, folder / entry.file)
-        incoming.manifest.commit(folder)
-
-
-def _adopt(target: Path, incoming: Archive, source: Path) -> None:
-    with open_for_writing(target) as current:
-        manifest = current.manifest
-        manifest.identity.require_same(incoming.identity, str(source))
-        entry = incoming.manifest.sessions[0]
-        if entry.session in current.sessions:
-            raise ConflictError(f"session {entry.session!r} is in the archive already", source)
-        known = {library.head_sha256 for library in manifest.libraries}
-        libraries = list(manifest.libraries)
-        number = int(next_library(target, current.libraries).name[8:-7])
-        for library in incoming.manifest.libraries:
-            if library.head_sha256 not in known:
-                name = f"library-{number:06d}.pltlib"
-                number += 1
-                _copy(incoming.path / library.file, target / name)
-                libraries.append(dataclasses.replace(library, file=name))
-        path = shard_path(target, entry.session)
-        _copy(incoming.path / entry.file, path)
-        entry = dataclasses.replace(entry, file=f"{SHARDS}/{path.name}")
-        dataclasses.replace(
-            manifest, generation=manifest.generation + 1, libraries=tuple(libraries),
-            sessions=(*manifest.sessions, entry),
-        ).commit(target)  # fmt: skip
+def _adopt(current: Archive, incoming: Archive, source: Path) -> None:
+    target, manifest = current.path, current.manifest
+    manifest.identity.require_same(incoming.identity, str(source))
+    entry = incoming.manifest.sessions[0]
+    if entry.session in current.sessions:
+        raise ConflictError(f"session {entry.session!r} is in the archive already", source)
+    known = {library.head_sha256 for library in manifest.libraries}
+    libraries = list(manifest.libraries)
+    for library in incoming.manifest.libraries:
+        if library.head_sha256 not in known:
+            path = next_library(target, current.libraries)
+            _copy(incoming.path / library.file, path)
+            libraries.append(dataclasses.replace(library, file=path.name))
+    path = shard_path(target, entry.session)
+    _copy(incoming.path / entry.file, path)
+    entry = dataclasses.replace(entry, file=f"{SHARDS}/{path.name}")
+    dataclasses.replace(
+        manifest,
+        generation=manifest.generation + 1,
+        libraries=tuple(libraries),
+        sessions=(*manifest.sessions, entry),
+    ).commit(target)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -150,18 +153,6 @@ def _copy(source: Path, target: Path) -> None:
         durable.publish(temp, target)
     finally:
         temp.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _unpacked(target: Path, source: Path) -> Iterator[Path]:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = durable.temp_name(target)
-    (folder / SHARDS).mkdir(parents=True)
-    try:
-        _unpack(source, folder)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unpack(source: Path, folder: Path) -> None:
