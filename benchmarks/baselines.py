@@ -82,7 +82,7 @@ def fp8(paths: Sequence[Path]) -> int:
 BASELINES: Mapping[str, Callable[[Sequence[Path]], int]] = {
     "zstd -3": zstd(3),
     "zstd -19": zstd(19),
-    "zstd -19 --long, one stream": zstd_long,
+    "zstd -19 --long, joined": zstd_long,
     "byte-shuffled, zstd -3": zstd_shuffled,
     "fp8 e4m3 cast": fp8,
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +47,7 @@ def main() -> None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     console = Console()
     # A pipe has no width of its own, and a wrapped table is hard to read.
-    console = Console(width=max(console.width, 118))
+    console = Console(width=max(console.width, 120))
     console.print(table(rows))
     console.print(read_a_part(args.work / "lossless", paths[0].stem))
     console.print(f"{time.perf_counter() - began:.0f} s; archives in {args.work}", highlight=False)
@@ -134,11 +135,11 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     title = (
         f"{first['sessions']} sessions, {first['tokens']:,} tokens, {first['raw_bytes']:,} raw bytes of keys and values"
     )
-    out = Table(title=title)
-    out.add_column("stored as")
-    counted = ("sessions", "tokens", "raw bytes", "stored bytes", "ratio", "bits/element")
-    for column in (*counted, "without sharing", "dedup hits", "error"):
-        out.add_column(column, justify="right")
+    out = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    out.add_column("stored as", no_wrap=True)
+    counted = ("sessions", "tokens", "raw\nbytes", "stored\nbytes", "ratio", "bits per\nelement")
+    for column in (*counted, "without\nsharing", "dedup\nhits", "error"):
+        out.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         tier = "error" in row
         out.add_row(

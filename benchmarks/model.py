@@ -49,7 +49,9 @@ def convert(source: Path, target: Path) -> None:
     """Dequantize the GGUF file in `source` and save model and tokenizer to `target`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     settings = {key: value for key, value in quantized.config.to_dict().items() if key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**settings))

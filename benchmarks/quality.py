@@ -35,7 +35,9 @@ def load_model(folder: Path) -> Any:
     """The model in float32, ready for inference."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

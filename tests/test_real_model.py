@@ -79,10 +79,14 @@ def test_generation_goes_on_from_a_cache_that_was_packed(model, model_dir: Path,
     for index, (keys, values) in enumerate(run(model, prompt[:-1])):
         original.update(keys[None], values[None], index)
 
-    snapshot = pltpack.from_dynamic_cache(original, "frost", prompt[:-1])
+    snapshot = pltpack.from_dynamic_cache(original, prompt[:-1], "frost")
     pltpack.compress([snapshot], tmp_path / "archive", quality="lossless")
     with pltpack.open(tmp_path / "archive") as archive:
         rebuilt = pltpack.to_dynamic_cache(archive.read("frost"))
+
+    for before, after in zip(original.layers, rebuilt.layers, strict=True):
+        assert torch.equal(before.keys, after.keys)
+        assert torch.equal(before.values, after.values)
 
     def greedy(cache: DynamicCache) -> list[int]:
         token, out = prompt[-1], []
