@@ -6,8 +6,10 @@ CORE := $(VENV)/core.stamp
 DEV := $(VENV)/dev.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt
 DEMO ?=
-SECONDS ?= 600
+FUZZ_SECONDS ?= 600
 KILLS ?= 200
+DUMPS ?= .cache/sessions/dumps
+GIGABYTES ?= 4
 
 .PHONY: help venv demo demo-quality test lint typecheck pytest model fuzz crash bench clean
 .DELETE_ON_ERROR:
@@ -17,8 +19,8 @@ help:
 	@echo "make demo-quality  the same snapshots, scored by the real model (installs torch)"
 	@echo "make test          lint, types and the whole test suite (installs torch, makes the real model)"
 	@echo "make lint          ruff       make typecheck   mypy       make pytest   the test suite alone"
-	@echo "make fuzz crash    long searches for crashes (SECONDS=$(SECONDS), KILLS=$(KILLS))"
-	@echo "make bench         speed, memory and rate on this machine"
+	@echo "make fuzz crash    long searches for crashes (FUZZ_SECONDS=$(FUZZ_SECONDS), KILLS=$(KILLS))"
+	@echo "make bench         speed and peak memory on this machine (DUMPS=$(DUMPS), GIGABYTES=$(GIGABYTES))"
 	@echo "make model         SmolLM2-135M-Instruct in .cache/smollm2"
 	@echo "make clean         remove caches and .venv"
 
@@ -57,13 +59,17 @@ model: $(DEV)
 	$(BIN)/python -m benchmarks.model
 
 fuzz: $(DEV)
-	$(BIN)/python benchmarks/fuzz.py --seconds $(SECONDS)
+	$(BIN)/python benchmarks/fuzz.py --seconds $(FUZZ_SECONDS)
 
 crash: $(CORE)
 	$(BIN)/python benchmarks/crash.py --kills $(KILLS)
 
-bench: $(DEV)
-	$(BIN)/python -m benchmarks.speed
+# DUMPS=FOLDER measures your own.
+bench: $(CORE)
+	@$(BIN)/python -c 'from pathlib import Path; from benchmarks.capture import unpack; \
+		unpack(Path("fixtures/sessions.tar.zst"), Path(".cache/sessions"))'
+	$(BIN)/python benchmarks/speed.py $(DUMPS)
+	$(BIN)/python benchmarks/memory.py --gigabytes $(GIGABYTES)
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
