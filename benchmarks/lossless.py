@@ -4,12 +4,13 @@
 
 DUMP is a safetensors dump or a folder of them. Units of one layer and up to 256 tokens; the codec learns from every
 dump given; its state is counted as an archive stores it. The last line codes dumps that share a token prefix with the
-first dump of theirs as differences to it.
+dump before them as differences to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,7 @@ def codec_row(codec: LosslessCodec, snapshots: list[Snapshot], state_bytes: int,
 def reference_row(codec: LosslessCodec, snapshots: list[Snapshot]) -> None:
     size = elements = raw = pairs = 0
     times = [0.0, 0.0]
-    for first, second in zip(snapshots, snapshots[1:], strict=False):
+    for first, second in itertools.pairwise(snapshots):
         n = min(len(first), len(second))
         differs = np.flatnonzero(first.tokens[:n] != second.tokens[:n])
         shared = int(differs[0]) if len(differs) else n

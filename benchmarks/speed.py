@@ -86,8 +86,9 @@ def main() -> None:
         rows.append({"what": name, "MB/s raw": round(rate), "of zstd -3": round(rate / beside, 2)})
     for row in rows:
         print(f"{row['what']:24s} {row['MB/s raw']:8d} MB/s  {row['of zstd -3']:6.2f} x zstd -3")
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "raw_bytes": len(raw),
-                      "bits_per_element": {k: 16 * v / len(raw) for k, v in sizes.items()}, "rates": rows}))  # fmt: skip
+    bits = {name: 16 * size / len(raw) for name, size in sizes.items()}
+    machine = platform.processor() or platform.machine()
+    print(json.dumps({"machine": machine, "raw_bytes": len(raw), "bits_per_element": bits, "rates": rows}))
 
 
 if __name__ == "__main__":
