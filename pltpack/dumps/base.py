@@ -24,10 +24,14 @@ from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 MAX_LAYERS = 4096
 #: Most heads of a layer, and longest head dimension.
 MAX_DIM = 1 << 20
+#: Most key and value elements that one token adds to a layer.
+MAX_ELEMENTS = 1 << 22
+#: Most tokens of one session.
+MAX_TOKENS = 1 << 24
 #: Longest JSON text of an identity or token list in bytes.
 MAX_JSON = 256 << 20
 # A Python int in a list takes up to 36 bytes, so this bounds what parsing a JSON text may allocate.
-_MAX_JSON_ITEMS = 1 << 24
+_MAX_JSON_ITEMS = MAX_TOKENS
 _SLICE_BYTES = 32 << 20
 
 
@@ -162,6 +166,15 @@ def check_dims(index: int, heads: int, k_dim: int, v_dim: int) -> None:
     for name, size in (("heads", heads), ("key dimension", k_dim), ("value dimension", v_dim)):
         if not 0 < size <= MAX_DIM:
             raise DumpError(f"layer {index}: {name} of {size} (allowed: 1 to {MAX_DIM})")
+    if heads * (k_dim + v_dim) > MAX_ELEMENTS:
+        raise DumpError(f"layer {index}: {heads * (k_dim + v_dim)} elements per token (allowed: {MAX_ELEMENTS})")
+
+
+def check_count(count: int) -> int:
+    """The token count itself, or DumpError if it is more than `MAX_TOKENS`."""
+    if count > MAX_TOKENS:
+        raise DumpError(f"holds {count} tokens (allowed: {MAX_TOKENS})")
+    return count
 
 
 def check_extras(
@@ -193,7 +206,9 @@ def layer_slices(snapshot: Snapshot, index: int) -> Iterator[tuple[int, int, np.
         If the source gives arrays of another shape or dtype than the snapshot's identity says.
     """
     geometry = snapshot.identity.layers[index]
-    step = max(256, _SLICE_BYTES // geometry.bytes_per_token // 256 * 256)
+    fitting = max(1, _SLICE_BYTES // geometry.bytes_per_token)
+    # Whole multiples of any common block length, so that sources made of blocks decode none of them twice.
+    step = fitting // 256 * 256 or fitting
     for start in range(0, len(snapshot), step):
         stop = min(start + step, len(snapshot))
         keys, values = snapshot.layer(index, start, stop)

@@ -81,19 +81,18 @@ def to_dynamic_cache(snapshot: Snapshot, device: Any = None, dtype: Any = None) 
     """
     if snapshot.identity.keys == "unrotated":
         raise UnsupportedError(f"session {snapshot.session!r} stores un-rotated keys, which models cannot take")
-    import torch
     from transformers import DynamicCache
 
     cache = DynamicCache()
     layers = []
     for index, geometry in enumerate(snapshot.identity.layers):
-        pair = tuple(to_torch(array)[None].to(device=device, dtype=dtype) for array in snapshot.layer(index))
-        layers.append(_cache_layer(torch, *pair, geometry.window))
+        keys, values = (to_torch(array)[None].to(device=device, dtype=dtype) for array in snapshot.layer(index))
+        layers.append(_cache_layer(keys, values, geometry.window))
     cache.layers[:] = layers
     return cache
 
 
-def _cache_layer(torch: Any, keys: Any, values: Any, window: int | None) -> Any:
+def _cache_layer(keys: Any, values: Any, window: int | None) -> Any:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)

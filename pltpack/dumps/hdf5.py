@@ -29,7 +29,9 @@ from pltpack.snapshot import DTYPES, LayerGeometry, Snapshot
 #: Most sessions of one file.
 MAX_SESSIONS = 1 << 17
 _CHUNK_BYTES = 1 << 20
-_STORED = {"BF16": np.dtype("<u2"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
+_MAX_MEMBERS = 64
+_MAX_EXTRA_BYTES = 512 << 20
+_STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
            "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}  # fmt: skip
 _EXTRAS = {"logprobs": np.dtype("<f4"), "logprob_ids": np.dtype("<i4"), "importance": np.dtype("<f4")}
 
@@ -109,12 +111,13 @@ def _read_session(group: Any, path: Path, stamp: base.FileStamp, tokens: TokenLo
         layer = child(layers, str(index), "group")
         keys, values = (child(layer, name, "dataset") for name in ("keys", "values"))
         geometry.append(_geometry(index, keys, values))
-        count = keys.shape[1] if count is None else count
+        count = base.check_count(keys.shape[1]) if count is None else count
         if keys.shape[1] != count or values.shape[1] != count:
             raise DumpError(f"session {session!r}: layer {index} does not hold {count} tokens as layer 0 does")
-    stored = token_ids(_array(group, "tokens"), "tokens") if "tokens" in member_names(group, 64) else None
     assert count is not None
-    extras = {name: _extra(group, name, dtype) for name, dtype in _EXTRAS.items() if name in member_names(group, 64)}
+    names = member_names(group, _MAX_MEMBERS)
+    stored = token_ids(_array(group, "tokens", count), "tokens") if "tokens" in names else None
+    extras = {name: _extra(group, name, count, dtype) for name, dtype in _EXTRAS.items() if name in names}
     base.check_extras(count, extras.get("logprobs"), extras.get("logprob_ids"), extras.get("importance"))
     return Snapshot(
         session=session,
@@ -149,14 +152,18 @@ def _geometry(index: int, keys: Any, values: Any) -> LayerGeometry:
     return LayerGeometry(keys.shape[0], keys.shape[2], values.shape[2], dtypes[0])
 
 
-def _array(group: Any, name: str) -> np.ndarray:
+def _array(group: Any, name: str, count: int) -> np.ndarray:
     dataset = child(group, name, "dataset")
     check_dataset(dataset, None)
+    if dataset.shape[0] != count:
+        raise DumpError(f"{dataset.name} is {list(dataset.shape)} but the caches hold {count} tokens")
+    if dataset.size * dataset.dtype.itemsize > _MAX_EXTRA_BYTES:
+        raise UnsupportedError(f"{dataset.name} holds more than {_MAX_EXTRA_BYTES} bytes")
     return np.asarray(dataset[()])
 
 
-def _extra(group: Any, name: str, dtype: np.dtype[Any]) -> np.ndarray:
-    array = _array(group, name)
+def _extra(group: Any, name: str, count: int, dtype: np.dtype[Any]) -> np.ndarray:
+    array = _array(group, name, count)
     if (array.dtype.kind, array.dtype.itemsize) != (dtype.kind, dtype.itemsize):
         raise DumpError(f"{name} are {array.dtype} instead of {dtype}")
     return array.astype(dtype, copy=False)
@@ -166,7 +173,8 @@ def _text(node: Any, name: str) -> str | None:
     """A string attribute; its stored size is bounded before it is read."""
     if name not in node.attrs:
         return None
-    if node.attrs.get_id(name).shape != ():
+    attribute = node.attrs.get_id(name)
+    if attribute.shape != () or attribute.get_storage_size() > base.MAX_JSON:
         raise DumpError(f"attribute {name!r} is not one string")
     value = node.attrs[name]
     if isinstance(value, bytes):

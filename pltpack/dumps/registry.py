@@ -130,9 +130,9 @@ def write_dump(snapshots: Snapshot | Iterable[Snapshot], path: PathLike, format:
 def _snapshots(paths: list[Path], forced: DumpFormat | None, tokens: TokenLookup) -> Iterator[Snapshot]:
     seen: dict[str, Path] = {}
     for path in paths:
-        if path.is_dir():
+        if os.path.isdir(path):
             dumps = _in_folder(path, forced)
-        elif os.path.lexists(path):
+        elif os.path.exists(path):
             dumps = iter([(path, _format_of(path, forced))])
         else:
             raise NotFoundError("no such file or folder", path)

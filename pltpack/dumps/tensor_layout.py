@@ -82,7 +82,7 @@ class TensorFileSource:
         base.check_range(start, stop, count)
         out = np.empty((heads, stop - start, dim), DTYPES[tensor.dtype])
         row = dim * out.itemsize
-        data = memoryview(out.reshape(-1).view(np.uint8))
+        data = out.reshape(-1).view(np.uint8).data
         if stop - start == count:
             read_into(fd, tensor.offset, data, self.path)
             return out
@@ -119,7 +119,7 @@ def read_session(path: Path, header: Header, layout: Layout, tokens: TokenLookup
     session = header.metadata.get("session", path.stem)
     check_session(session)
     geometry = tuple(_geometry(index, *pair, layout) for index, pair in enumerate(pairs))
-    count = pairs[0][0].shape[-2]
+    count = base.check_count(pairs[0][0].shape[-2])
     for index, pair in enumerate(pairs):
         for name, tensor in zip((layout.keys, layout.values), pair, strict=True):
             if tensor.shape[-2] != count:
@@ -217,7 +217,7 @@ def _array(path: Path, tensor: TensorEntry, name: str, dtype: np.dtype[Any]) -> 
         raise DumpError(f"tensor {name!r} has dtype {tensor.dtype} instead of {_DTYPE_NAMES[dtype]}")
     out = np.empty(tensor.shape, dtype)
     with open(path, "rb") as file:
-        read_into(file.fileno(), tensor.offset, memoryview(out.reshape(-1).view(np.uint8)), path)
+        read_into(file.fileno(), tensor.offset, out.reshape(-1).view(np.uint8).data, path)
     return out
 
 
@@ -262,7 +262,7 @@ def _write_run(fd: int, tensor: TensorEntry, start: int, stop: int, array: np.nd
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _write_at(fd: int, offset: int, data: memoryview) -> None:

@@ -59,7 +59,8 @@ class TokenLookup:
     def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
         self._file = None if file is None else Path(file)
         self._given = None if self._file is None else _load(self._file)
-        self._taken_by: str | None = None
+        self._loaded: tuple[Path, Any] | None = None
+        self._taken: dict[Path, str] = {}
 
     def find(self, dump: Path, session: str) -> np.ndarray | None:
         """Token ids int32 ``[T]`` from the sidecar of `dump`, else from the caller's file, else None.
@@ -71,17 +72,14 @@ class TokenLookup:
         """
         for sidecar in (dump.with_name(dump.name + SIDECAR), dump.with_name(dump.stem + SIDECAR)):
             if sidecar.is_file():
-                found = _pick(_load(sidecar), session, sidecar)
+                if self._loaded is None or self._loaded[0] != sidecar:
+                    self._loaded = (sidecar, _load(sidecar))
+                found = self._pick(self._loaded[1], session, sidecar)
                 if found is not None:
                     return found
         if self._file is None:
             return None
-        if isinstance(self._given, list):
-            if self._taken_by not in (None, session):
-                raise DumpError(f"one list of tokens cannot serve both {self._taken_by!r} and {session!r}; "
-                                "give an object {session: list}", self._file)  # fmt: skip
-            self._taken_by = session
-        return _pick(self._given, session, self._file)
+        return self._pick(self._given, session, self._file)
 
     def require(self, dump: Path, session: str, count: int, found: np.ndarray | None = None) -> np.ndarray:
         """Token ids of a session of `count` cached tokens: `found` in the dump itself, else those of `find`.
@@ -99,6 +97,21 @@ class TokenLookup:
             raise DumpError(f"session {session!r} has {len(ids)} token ids but its caches hold {count} tokens", dump)
         return ids
 
+    def _pick(self, data: Any, session: str, file: Path) -> np.ndarray | None:
+        if isinstance(data, Mapping):
+            if session not in data:
+                return None
+            data = data[session]
+        elif self._taken.setdefault(file, session) != session:
+            raise DumpError(f"one list of tokens cannot serve both {self._taken[file]!r} and {session!r}; "
+                            "give an object {session: list}", file)  # fmt: skip
+        try:
+            if not isinstance(data, list):
+                raise DumpError("token file is neither a list nor an object {session: list}")
+            return token_ids(data, f"token list of {session!r}")
+        except PltpackError as error:
+            raise error.at(file) from None
+
 
 def _load(file: Path) -> Any:
     from pltpack.dumps.base import MAX_JSON, parse_json
@@ -111,18 +124,5 @@ def _load(file: Path) -> Any:
         return parse_json(file.read_bytes(), "token file")
     except OSError as error:
         raise DumpError(f"cannot be read ({error.strerror})", file) from None
-    except PltpackError as error:
-        raise error.at(file) from None
-
-
-def _pick(data: Any, session: str, file: Path) -> np.ndarray | None:
-    if isinstance(data, Mapping):
-        if session not in data:
-            return None
-        data = data[session]
-    try:
-        if not isinstance(data, list):
-            raise DumpError("token file is neither a list nor an object {session: list}")
-        return token_ids(data, f"token list of {session!r}")
     except PltpackError as error:
         raise error.at(file) from None

@@ -69,7 +69,7 @@ def read_torch_file(path: Path, tokens: TokenLookup) -> Snapshot:
         raise DumpError("'session' is not a string")
     check_session(session)
     geometry = tuple(_geometry(index, keys, values) for index, (keys, values) in enumerate(pairs))
-    count = int(pairs[0][0].shape[-2])
+    count = base.check_count(int(pairs[0][0].shape[-2]))
     for index, pair in enumerate(pairs):
         for tensor in pair:
             if tensor.shape[-2] != count:
@@ -151,12 +151,11 @@ def _load(path: Path) -> Any:
         raise
     except Exception as error:  # the unpickler lets any exception of damaged input through
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if "weights_only" in str(error).lower() or "weights only" in str(error).lower():
-            what = f" ({name[1]})" if name else ""
-            raise DumpError(
-                f"holds pickled objects{what}, and reading them would run code; {_SAFE_WAY}", path
-            ) from None
-        raise DumpError(f"is not a sound torch.save file ({type(error).__name__})", path) from None
+        if name:
+            fact = f"holds pickled objects ({name[1]}), and reading them would run code; {_SAFE_WAY}"
+        else:
+            fact = f"is not a sound torch.save file of plain tensors ({type(error).__name__}); {_SAFE_WAY}"
+        raise DumpError(fact, path) from None
 
 
 def _check_zip(path: Path) -> None:
@@ -188,8 +187,11 @@ def _pairs(content: Any) -> list[tuple[Any, Any]]:
     if not isinstance(found, list | tuple) or not 0 < len(found) <= base.MAX_LAYERS:
         raise DumpError(f"holds no list of (keys, values) per layer; {_SAFE_WAY}")
     for index, pair in enumerate(found):
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(_is_sound, pair)):
+        # Iterating over a DynamicCache gives triples whose last part is the window of a sliding layer, or None.
+        if not isinstance(pair, list | tuple) or len(pair) not in (2, 3) or not all(map(_is_sound, pair[:2])):
             raise DumpError(f"layer {index} is not a pair of plain tensors")
+        if len(pair) == 3 and pair[2] is not None:
+            raise UnsupportedError(f"layer {index} is a sliding layer, which may have dropped tokens")
     return [(pair[0], pair[1]) for pair in found]
 
 
