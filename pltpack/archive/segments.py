@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from pltpack.codec.base import Codec, KeyValue, Unit
 from pltpack.errors import FormatError, PltpackError
 from pltpack.format import state as state_format
 from pltpack.format import tables
-from pltpack.format.container import Container
+from pltpack.format.container import FORMAT_VERSION, Container
 from pltpack.format.manifest import FileEntry, SessionEntry
 from pltpack.snapshot import DTYPES, Identity
 
@@ -45,10 +47,27 @@ class Segment:
 
     def _check_kind(self, kind: str) -> None:
         metadata, path = self.container.metadata, self.container.path
-        if metadata.get("format_version", "").split(".")[0] != "1":
+        if not re.fullmatch(rf"{FORMAT_VERSION[0]}\.[0-9]{{1,5}}", metadata.get("format_version", "")):
             raise FormatError(f"format version {metadata.get('format_version')!r} is not supported", path)
         if metadata.get("kind") != kind:
             raise FormatError(f"not a {kind} file", path)
+        if metadata.get("identity_sha256") != self.identity.digest():
+            raise FormatError(f"{kind} belongs to another identity than the manifest", path)
+        if hashlib.sha256(metadata.get("identity", "").encode()).hexdigest() != metadata["identity_sha256"]:
+            raise FormatError("metadata 'identity' does not have the digest beside it", path)
+
+    def _check_names(self, tensors: set[str], metadata: set[str], optional: frozenset[str] = frozenset()) -> None:
+        """Refuse what this version does not know, unless its name says that it may be ignored."""
+        common = {"format_version", "kind", "identity", "identity_sha256"}
+        for what, found, known in (("tensor", set(self.container.tables), tensors),
+                                   ("metadata", set(self.container.metadata), metadata | common)):  # fmt: skip
+            unknown = {name for name in found - known - optional if not name.startswith("x-")}
+            if unknown or not known <= found:
+                name = min(unknown or known - found)
+                raise FormatError(f"{what} {name!r} is {'unknown' if unknown else 'missing'}", self.container.path)
+
+    def _token_bytes(self) -> list[int]:
+        return [layer.bytes_per_token for layer in self.identity.layers]
 
     def unit(self, record: np.void) -> Unit:
         """The codec's view of a unit of the index; positions as `position_of` says."""
@@ -148,10 +167,11 @@ class Library(Segment):
         self.others = _strings(tables.metadata_list(metadata, "libraries", path), path)
         self.salts = tables.metadata_list(metadata, "salts", path)
         self.states = tables.metadata_list(metadata, "states", path)
-        if metadata.get("identity_sha256") != self.identity.digest():
-            raise FormatError("library belongs to another identity than the manifest", path)
-        self.units = tables.read_units(self.container, len(self.identity.layers), len(self.states))
-        self.nodes = tables.read_nodes(self.container, self.units, len(self.others), len(self.salts))
+        states = {f"codec.state.{index}" for index in range(len(self.states))}
+        self._check_names({"unit.index", "trie.nodes", "trie.tokens", *states}, {"libraries", "salts", "states"})
+        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
+        layers = len(self.identity.layers)
+        self.nodes = tables.read_nodes(self.container, self.units, layers, len(self.others), len(self.salts))
         self.tokens = self.container.array("trie.tokens", "I32")
         self._codecs: dict[int, Codec] = {}
         self._lock = threading.Lock()
@@ -233,8 +253,7 @@ class Shard(Segment):
         self._check_kind("shard")
         if metadata.get("session") != self.entry.session or metadata.get("salt") != self.entry.salt:
             raise FormatError("shard belongs to another session than the manifest says", path)
-        if metadata.get("identity_sha256") != self.identity.digest():
-            raise FormatError("shard belongs to another identity than the manifest", path)
+        self._check_names({"tokens", "map", "unit.index"}, {"session", "libraries", "states"}, frozenset({"salt"}))
         digests = _strings(tables.metadata_list(metadata, "libraries", path), path)
         missing = [digest for digest in digests if digest not in known]
         if missing:
@@ -244,7 +263,9 @@ class Shard(Segment):
         self.tokens = self.container.array("tokens", "I32")
         if len(self.tokens) != self.entry.tokens:
             raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
-        self.units = tables.read_units(self.container, len(self.identity.layers), len(self.states))
+        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
+        if (self.units["node"] != tables.NO_NODE).any():
+            raise FormatError("a unit of a shard names a library node", path)
         ends = self.units["token_start"].astype(np.int64) + self.units["token_count"]
         if len(ends) and ends.max() > len(self.tokens):
             raise FormatError("a unit reaches beyond the session's end", path)

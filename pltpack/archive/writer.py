@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pltpack.archive.draft import Draft
-from pltpack.archive.encoding import Progress, UnitWriter, split
+from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitWriter, split
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.segments import Library, dumps_json
@@ -148,6 +148,9 @@ class GenerationWriter:
             raise DumpError("the session has no layers", snapshots[0].origin)
         if len(identity.layers) > tables.MAX_LAYERS:
             raise UnsupportedError(f"{len(identity.layers)} layers exceed the limit", snapshots[0].origin)
+        largest = max(layer.bytes_per_token for layer in identity.layers) * max(self._settings.block, UNIT_TOKENS)
+        if largest > tables.MAX_UNIT_BYTES:
+            raise UnsupportedError(f"units of {largest} bytes exceed the limit (try a smaller block)")
         seen = {e.session for e in self._archive.manifest.sessions} if self._archive else set()
         for snapshot in snapshots:
             identity.require_same(snapshot.identity, snapshot.origin)

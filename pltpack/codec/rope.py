@@ -59,7 +59,8 @@ def frequencies(rope: Mapping[str, Any] | None, head_dim: int) -> np.ndarray | N
 
 
 def _number(value: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # An integer beyond binary64 would raise wherever it meets a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 class Rotation:

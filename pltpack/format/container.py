@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pltpack.errors import FormatError
-from pltpack.format import durable
+from pltpack.format import durable, json_text
 
 #: Longest header, as in safetensors.
 MAX_HEADER_BYTES = 100_000_000
@@ -151,7 +152,8 @@ class Container:
     def __init__(self, path: Path, size: int, head_sha256: str) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            # Without O_NONBLOCK, opening a pipe that has such a name would wait for its other end.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise FormatError("the file that the manifest names is missing", path) from None
         try:
@@ -161,7 +163,10 @@ class Container:
             raise
 
     def _open(self, size: int, head_sha256: str) -> None:
-        actual = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError("not a regular file", self.path)
+        actual = status.st_size
         if actual != size:
             raise FormatError(f"file has {actual} bytes, the manifest says {size}", self.path)
         prefix = self._read(0, 8)
@@ -264,12 +269,12 @@ def parse_header(data: bytes, data_bytes: int, path: Path) -> tuple[dict[str, En
     FormatError
         For anything else.
     """
-    try:
-        header = json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError):
-        raise FormatError("header is not valid JSON", path) from None
-    if not isinstance(header, dict):
+    if data[:1] != b"{":
         raise FormatError("header is not a JSON object", path)
+    try:
+        header = json_text.parse(data)
+    except ValueError:
+        raise FormatError("header is not valid JSON", path) from None
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError("metadata is not a mapping of strings", path)
@@ -296,13 +301,6 @@ def parse_header(data: bytes, data_bytes: int, path: Path) -> tuple[dict[str, En
     if end != data_bytes:
         raise FormatError("tensors do not cover the file", path)
     return entries, metadata
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("repeated key")
-    return out
 
 
 def _naturals(value: Any) -> bool:

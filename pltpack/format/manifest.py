@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from pltpack.errors import FormatError, PltpackError
-from pltpack.format import durable
+from pltpack.format import durable, json_text
 from pltpack.format.container import FORMAT_VERSION
 from pltpack.names import check_session
 from pltpack.snapshot import Identity
 
 NAME = "MANIFEST.json"
-MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 26
 SHARDS = "shards"
 LIBRARY_NAME = re.compile(r"library-\d{6,12}\.pltlib")
 SHARD_NAME = re.compile(r"shards/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,239}\.pltshard")
@@ -100,7 +100,7 @@ class Manifest:
             Naming what is wrong.
         """
         try:
-            outer = json.loads(data)
+            outer = json_text.parse(data)
             body, digest = outer["body"], outer["sha256"]
             recomputed = _digest(body)
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -147,7 +147,8 @@ def _from_body(body: Any) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != "pltpack":
         raise FormatError("manifest is not of a pltpack archive")
     version = body.get("version")
-    if not isinstance(version, list) or version[:1] != [FORMAT_VERSION[0]]:
+    known = isinstance(version, list) and len(version) == 2 and all(_natural(part, 0, 1 << 16) for part in version)
+    if not isinstance(version, list) or not known or version[0] != FORMAT_VERSION[0]:
         raise FormatError(f"format version {version!r} is not supported (this reader knows {FORMAT_VERSION[0]}.x)")
     names = {"format", "version", "generation", "identity", "block", "quality", "dedup", "libraries", "sessions"}
     # A later minor version may add fields that old readers can do without; it marks them by this prefix.

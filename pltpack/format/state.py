@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from pltpack.format import json_text
+
 #: Most bytes of one state, decompressed.
 MAX_STATE_BYTES = 1 << 28
+#: Longest header of a state.
+MAX_HEADER_BYTES = 1 << 20
+MAX_AXES = 4
 _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"), "I8": np.dtype("i1"), "U16": np.dtype("<u2"), "I16": np.dtype("<i2"),
     "U32": np.dtype("<u4"), "I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"),
@@ -45,18 +50,22 @@ def unpack(blob: np.ndarray) -> dict[str, np.ndarray]:
         size = zstandard.frame_content_size(frame)
         if not 4 <= size <= MAX_STATE_BYTES:
             raise ValueError("codec state has a size out of range")
-        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError:
         raise ValueError("codec state is not a valid zstd frame") from None
     if len(data) != size:
         raise ValueError("codec state is truncated")
     (length,) = struct.unpack_from("<I", data)
+    if length > min(MAX_HEADER_BYTES, size - 4):
+        raise ValueError("codec state has a header of a length out of range")
     try:
-        header = json.loads(data[4 : 4 + length])
-        out, offset = {}, 4 + length
+        header = json_text.parse(data[4 : 4 + length])
+        out: dict[str, np.ndarray] = {}
+        offset = 4 + length
         for name, dtype_name, shape in header:
             dtype = _DTYPES[dtype_name]
-            if not (isinstance(name, str) and all(type(n) is int and 0 <= n < 1 << 31 for n in shape)):
+            if not (isinstance(name, str) and isinstance(shape, list) and len(shape) <= MAX_AXES and name not in out
+                    and all(type(n) is int and 0 <= n < 1 << 31 for n in shape)):  # fmt: skip
                 raise ValueError("codec state is malformed")
             count = 1
             for side in shape:
@@ -65,7 +74,7 @@ def unpack(blob: np.ndarray) -> dict[str, np.ndarray]:
                 raise ValueError("codec state is truncated")
             out[name] = np.frombuffer(data, dtype, count, offset).reshape(shape)
             offset += count * dtype.itemsize
-    except (TypeError, KeyError, RecursionError):
+    except (TypeError, KeyError):
         raise ValueError("codec state is malformed") from None
     if offset != size:
         raise ValueError("codec state has trailing bytes")

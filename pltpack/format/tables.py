@@ -5,17 +5,21 @@ Byte layouts: spec/format.md, "Unit index", "Mapping table", "Trie tables".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pltpack.errors import FormatError
+from pltpack.format import json_text
 from pltpack.format.container import Container
 
 #: Most tokens in one session.
 MAX_TOKENS = 1 << 28
 #: Most tokens in one unit.
 MAX_UNIT_TOKENS = 1 << 16
+#: Most bytes that one unit decodes to.
+MAX_UNIT_BYTES = 1 << 30
 #: Most layers of a model.
 MAX_LAYERS = 1 << 14
 NO_NODE = 0xFFFFFFFF
@@ -47,14 +51,14 @@ def as_bytes(records: np.ndarray) -> np.ndarray:
     return np.frombuffer(records.tobytes(), np.uint8).reshape(len(records), records.dtype.itemsize)
 
 
-def read_units(container: Container, layers: int, states: int) -> np.ndarray:
+def read_units(container: Container, token_bytes: Sequence[int], states: int) -> np.ndarray:
     """The unit index, checked: units cover the payload in order, without holes or overlaps.
 
     Parameters
     ----------
     container : Container
-    layers : int
-        Number of layers of the archive's identity.
+    token_bytes : sequence of int
+        Per layer of the archive's identity, raw bytes of one token.
     states : int
         Number of codec states that the container refers to.
 
@@ -69,6 +73,7 @@ def read_units(container: Container, layers: int, states: int) -> np.ndarray:
         Naming the first record that breaks a rule.
     """
     units = container.table("unit.index", UNIT)
+    layers = len(token_bytes)
     # Python integers would be slow and 64-bit sums may wrap: lengths are bounded before they are summed.
     bad = units["length"] > container.payload_bytes
     bad |= (units["token_count"] == 0) | (units["token_count"] > MAX_UNIT_TOKENS)
@@ -76,16 +81,17 @@ def read_units(container: Container, layers: int, states: int) -> np.ndarray:
     bad |= (units["layer"] >= layers) | (units["layer_count"] != 1)
     bad |= (units["state"] >= states) | ((units["flags"] & ~np.uint16(FLAG_REFERENCE)) != 0)
     bad |= ~(units["error"] >= 0)
-    if not bad.any():
-        ends = np.cumsum(units["length"].astype(np.float64))
-        if len(units) and ends[-1] > 2.0**53:
+    if not bad.any() and len(units):
+        most = np.array([MAX_UNIT_BYTES // size for size in token_bytes], np.int64)
+        bad |= units["token_count"] > most[units["layer"]]
+        if float(units["length"].sum(dtype=np.float64)) > 2.0**53:
             raise FormatError("unit index describes more bytes than a file holds", container.path)
-        exact = np.cumsum(units["length"], dtype=np.uint64)
-        bad |= units["offset"] != exact - units["length"]
-        if not bad.any() and (int(exact[-1]) if len(units) else 0) != container.payload_bytes:
-            raise FormatError("units do not cover the payload", container.path)
+        ends = np.cumsum(units["length"], dtype=np.uint64)
+        bad |= units["offset"] != ends - units["length"]
     if bad.any():
         raise FormatError(f"unit {int(np.argmax(bad))} of the index breaks the rules", container.path)
+    if int(units["length"].sum(dtype=np.uint64)) != container.payload_bytes:
+        raise FormatError("units do not cover the payload", container.path)
     return units
 
 
@@ -108,8 +114,8 @@ def read_runs(container: Container, tokens: int, libraries: int) -> np.ndarray:
     return runs
 
 
-def read_nodes(container: Container, units: np.ndarray, libraries: int, tenants: int) -> np.ndarray:
-    """The trie's nodes, checked: token and unit ranges are inside their tables, parents come before children.
+def read_nodes(container: Container, units: np.ndarray, layers: int, libraries: int, tenants: int) -> np.ndarray:
+    """The trie's nodes, checked: their tokens and units tile the tables, parents come before children.
 
     Parameters
     ----------
@@ -117,6 +123,8 @@ def read_nodes(container: Container, units: np.ndarray, libraries: int, tenants:
         A library segment.
     units : ndarray
         Its checked unit index.
+    layers : int
+        Number of layers of the archive's identity.
     libraries : int
         Number of other segments that its metadata names.
     tenants : int
@@ -125,26 +133,43 @@ def read_nodes(container: Container, units: np.ndarray, libraries: int, tenants:
     Raises
     ------
     FormatError
-        Naming the first node that breaks a rule.
+        Naming the first node or unit that breaks a rule.
     """
     nodes = container.table("trie.nodes", NODE)
-    tokens = container.array("trie.tokens", "I32")
-    last = nodes["first_unit"].astype(np.int64) + nodes["unit_count"]
-    bad = (nodes["length"] == 0) | (nodes["token_offset"] > len(tokens))
-    bad |= nodes["token_offset"] + nodes["length"] > len(tokens)
-    bad |= nodes["position"].astype(np.uint64) + nodes["length"] > MAX_TOKENS
-    bad |= (last > len(units)) | (nodes["tenant"] >= tenants)
+    tokens = len(container.array("trie.tokens", "I32"))
+    lengths, counts = nodes["length"].astype(np.int64), nodes["unit_count"].astype(np.int64)
+    bad = (lengths == 0) | (counts == 0) | (nodes["tenant"] >= tenants)
+    bad |= nodes["token_offset"] != (np.cumsum(lengths) - lengths).astype(np.uint64)
+    bad |= nodes["first_unit"] != np.cumsum(counts) - counts
+    bad |= nodes["position"] + lengths > MAX_TOKENS
     own = (nodes["parent_library"] == 0) & (nodes["parent"] != NO_NODE)
     bad |= own & (nodes["parent"] >= np.arange(len(nodes)))
     bad |= nodes["parent_library"] > libraries
     if bad.any():
         raise FormatError(f"trie node {int(np.argmax(bad))} breaks the rules", container.path)
-    for index, node in enumerate(nodes):
-        mine = units[node["first_unit"] : last[index]]
-        outside = mine["token_start"].astype(np.int64) + mine["token_count"] > node["length"]
-        if outside.any() or (mine["node"] != index).any():
-            raise FormatError(f"trie node {index} has units that are not its own", container.path)
+    if lengths.sum() != tokens or counts.sum() != len(units):
+        raise FormatError("trie nodes do not cover the tokens and units", container.path)
+    _check_tiling(units, np.repeat(np.arange(len(nodes)), counts), lengths, layers, container.path)
     return nodes
+
+
+def _check_tiling(units: np.ndarray, owner: np.ndarray, lengths: np.ndarray, layers: int, path: Path) -> None:
+    """Units of a node: layer by layer, each layer's in token order, covering the node's tokens exactly."""
+    if not len(units):
+        return
+    start = units["token_start"].astype(np.int64)
+    end = start + units["token_count"]
+    layer = units["layer"].astype(np.int64)
+    whole = end == lengths[owner]
+    bad = (units["node"] != owner) | (units["flags"] != 0) | (end > lengths[owner])
+    last = np.append(owner[1:] != owner[:-1], True)
+    first = np.insert(last[:-1], 0, True)
+    after = np.insert(np.where(whole[:-1], 0, end[:-1]), 0, 0)
+    bad |= start != np.where(first, 0, after)
+    bad |= layer != np.where(first, 0, np.insert(layer[:-1] + whole[:-1], 0, 0))
+    bad |= last & ~(whole & (layer == layers - 1))
+    if bad.any():
+        raise FormatError(f"unit {int(np.argmax(bad))} does not fit its trie node", path)
 
 
 def metadata_list(metadata: dict[str, str], key: str, path: Path) -> list[object]:
@@ -155,11 +180,9 @@ def metadata_list(metadata: dict[str, str], key: str, path: Path) -> list[object
     FormatError
         If it is missing or something else.
     """
-    import json
-
     try:
-        value = json.loads(metadata[key])
-    except (KeyError, ValueError, RecursionError):
+        value = json_text.parse(metadata[key])
+    except (KeyError, ValueError):
         value = None
     if not isinstance(value, list):
         raise FormatError(f"metadata {key!r} is missing or not a list", path)
