@@ -209,7 +209,8 @@ def tables(sums: np.ndarray, outside: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:
-    return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    out: np.ndarray = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return out
 
 
 def _assign(shares: np.ndarray, centers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

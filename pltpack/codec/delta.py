@@ -18,9 +18,8 @@ Dense body: ``W / 8`` byte planes of all z, lowest byte first, in channel rows `
 | bytes | content |
 |---|---|
 | 1 | 0: all bytes are zero, nothing follows; 1: ``R * N`` bytes follow; 2: rANS |
-| 1024 | rANS only: u16 ``[2, 256]`` frequencies, of key rows and of value rows |
-| 4 | rANS only: u32 length of the stream |
-| | rANS only: the stream |
+| 4, F | rANS only: u32 length F and zstd frame of u16 ``[2, 256]`` frequencies, of key rows and of value rows |
+| 4, Z | rANS only: u32 length Z and the stream ``[R, N]`` |
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import numba
 import numpy as np
 
 from pltpack.codec import planes, rans
-from pltpack.codec.payload import Reader
+from pltpack.codec.payload import Reader, expand, squeeze
 
 #: Sparse bodies hold at most one difference per this many elements.
 SPARSE = 64
@@ -44,7 +43,8 @@ Words = tuple[np.ndarray, np.ndarray]
 def ordered(words: np.ndarray) -> np.ndarray:
     """Words as unsigned integers in the order of their numbers."""
     sign = words.dtype.type(1 << (8 * words.itemsize - 1))
-    return np.where(words & sign, ~words, words | sign)
+    out: np.ndarray = np.where(words & sign, ~words, words | sign)
+    return out
 
 
 def unordered(values: np.ndarray) -> np.ndarray:
@@ -55,10 +55,10 @@ def unordered(values: np.ndarray) -> np.ndarray:
 
 def fold(words: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """The folded differences z, in the words' own type."""
-    bits = 8 * words.itemsize
+    one, last = words.dtype.type(1), words.dtype.type(8 * words.itemsize - 1)
     step = ordered(words) - ordered(reference)
-    one = words.dtype.type(1)
-    return (step << one) ^ (words.dtype.type(0) - (step >> words.dtype.type(bits - 1)))
+    out: np.ndarray = (step << one) ^ (words.dtype.type(0) - (step >> last))
+    return out
 
 
 def unfold(folded: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -107,7 +107,7 @@ def _get(data: Any, at: int) -> tuple[int, Any]:
 @numba.njit(nogil=True, cache=True)
 def _read(data: Any, elements: int, largest: int, positions: Any, folded: Any) -> int:
     """Bytes read, or -1 if an index or a difference is out of range or the data end early."""
-    at, next_position = 0, 0
+    at, next_position = 0, np.int64(0)
     for i in range(positions.size):
         at, code = _get(data, at)
         if at < 0:
@@ -134,9 +134,11 @@ def encode_sparse(words: Words, reference: Words) -> bytes | None:
         return None
     if count == 0:
         return b""
-    folded = [fold(a[where], b[where]) for a, b, where in zip(
-        words, reference, [np.unravel_index(d, a.shape) for d, a in zip(differs, words, strict=True)], strict=True)]  # fmt: skip
-    positions = np.concatenate([differs[0], differs[1] + words[0].size]).astype(np.int64)
+    folded = []
+    for ours, theirs, at in zip(words, reference, differs, strict=True):
+        where = np.unravel_index(at, ours.shape)
+        folded.append(fold(ours[where], theirs[where]))
+    positions = np.concatenate([differs[0], differs[1] + np.int64(words[0].size)])
     out = np.empty(12 * count, dtype=np.uint8)
     end = _write(positions, np.concatenate(folded).astype(np.uint64), out)
     return struct.pack("<I", count) + out[:end].tobytes()
@@ -191,8 +193,9 @@ def encode_dense(words: Words, reference: Words) -> bytes:
         counts = [np.bincount(part.ravel(), minlength=256) for part in (plane[:split], plane[split:])]
         freqs = rans.normalize(np.array(counts))
         stream = rans.encode(plane, _table_of_row(len(plane), split), freqs)
-        if len(stream) + 1028 < plane.size:
-            out.append(bytes([_RANS]) + freqs.astype("<u2").tobytes() + struct.pack("<I", len(stream)) + stream)
+        model = squeeze(freqs.astype("<u2").tobytes())
+        if len(model) + len(stream) + 8 < plane.size:
+            out += [bytes([_RANS]), struct.pack("<I", len(model)), model, struct.pack("<I", len(stream)), stream]
         else:
             out.append(bytes([_RAW]) + plane.tobytes())
     return b"".join(out)
@@ -210,7 +213,8 @@ def decode_dense(reader: Reader, words: Words, reference: Words) -> None:
         if kind == _RAW:
             plane = reader.array(base.size, "u1").reshape(base.shape)
         elif kind == _RANS:
-            tables = rans.decode_tables(reader.array(512, "<u2").reshape(2, 256))
+            model = expand(reader.take(reader.u32()), 1024)
+            tables = rans.decode_tables(np.frombuffer(model, dtype="<u2").reshape(2, 256))
             plane = np.empty(base.shape, dtype=np.uint8)
             rans.decode(reader.take(reader.u32()), _table_of_row(len(base), split), tables, plane)
         else:

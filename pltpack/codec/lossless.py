@@ -11,11 +11,11 @@ Notation: a unit has H heads, N tokens and R = H * (D_k + D_v) channels, E = R *
 | F8_E4M3 | 8 | 0 | 3 | |
 | F8_E5M2 | 8 | 0 | 2 | |
 
-**Symbols.** ``top = word >> L`` has B = W - L bits; its highest is the sign, the others the magnitude m. A channel has a
-window octave `base` and a class byte: bits 0 to 6 name the table, bit 7 is `mirror`. With
-``t = (m - base * 2^S) mod 2^(B-1)`` the symbol is ``t | (sign xor mirror) << 7`` if t < 128 and the table has a frequency
-above 0 for it and it is not the table's escape symbol. Otherwise the escape symbol is coded and `top` goes to the
-list of escapes. Symbols and escapes run over the channel rows in order.
+**Symbols.** ``top = word >> L`` has B = W - L bits; its highest is the sign, the others the magnitude m. A channel has
+a window octave `base` and a class byte: bits 0 to 6 name the table, bit 7 is `mirror`. With
+``t = (m - base * 2^S) mod 2^(B-1)`` the symbol is ``t | (sign xor mirror) << 7`` if t < 128, the table gives it a
+frequency above 0, and it is not the table's escape symbol. Otherwise the escape symbol is coded and `top` goes to
+the list of escapes. Symbols and escapes run over the channel rows in order.
 
 **Payload.** One mode byte, then:
 
@@ -39,14 +39,15 @@ Symbol body:
 | Z | rANS stream of the symbols ``[R, N]``, the table of a row being its channel's |
 | per plane 1 | 0: the plane's bytes follow; 1: u32 length and zstd frame of them follow |
 
-A plane of width 8 is u8 ``[R, N]``: bits ``shift … shift + 7``. A plane of width 4 is u8 ``[R, ceil(N / 2)]``: byte j has
-bits ``shift … shift + 3`` of column j in its low half, and of column ``j + ceil(N / 2)`` (0 if there is none) above.
+A plane of width 8 is u8 ``[R, N]``: bits ``shift … shift + 7``. A plane of width 4 is u8 ``[R, ceil(N / 2)]``: byte j
+has bits ``shift … shift + 3`` of column j in its low half, and those of column ``j + ceil(N / 2)`` above (0 if there is
+none).
 
 Model, decompressed: u8 number of tables C (1 to 128); u16 ``[C, 256]`` frequencies, each row with sum 4096; u8 ``[C]``
 escape symbols; u8 ``[R]`` bases; u8 ``[R]`` class bytes.
 
-**State.** ``freqs`` u16 ``[C, 256]`` and ``escape`` u8 ``[C]``, C from 0 (no static mode) to 128; ``base`` and ``class``
-u8, the channels of all layers one after the other.
+**State.** ``freqs`` u16 ``[C, 256]`` and ``escape`` u8 ``[C]``, C from 0 (no static mode) to 128; ``base`` and
+``class`` u8, the channels of all layers one after the other.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class LosslessCodec(Codec):
         """See `Codec.encode`."""
         layout = LAYOUTS[unit.geometry.dtype]
         words = _words((keys, values), layout)
+        _check_shapes(unit, words)
         payload = None
         if reference is not None:
             payload = _encode_difference(words, _words(reference, layout))
@@ -130,13 +132,14 @@ class LosslessCodec(Codec):
 
     def _encode_plain(self, unit: Unit, words: Words, layout: Layout) -> bytes:
         rows = delta.channel_rows(words)
-        found, usual = [], False
+        found: list[bytes] = []
+        usual = False
         if self._tables is not None:
             body, usual = symbols.encode(rows, self._static(unit), self._tables, layout)
             found.append(bytes([STATIC]) + body)
         if not usual:
-            found += [_encode_inline(rows, words, layout), bytes([ZSTD]) + squeeze(_byte_planes(rows))]
-        best = min((payload for payload in found if payload), key=len)
+            found += [*_encode_inline(rows, words, layout), bytes([ZSTD]) + squeeze(_byte_planes(rows))]
+        best = min(found, key=len)
         if len(best) <= rows.nbytes:
             return best
         return bytes([RAW]) + words[0].tobytes() + words[1].tobytes()
@@ -160,6 +163,7 @@ class LosslessCodec(Codec):
         """See `Codec.decode`."""
         layout = LAYOUTS[unit.geometry.dtype]
         words = _words((keys, values), layout)
+        _check_shapes(unit, words)
         reader = Reader(payload)
         mode = reader.u8()
         if mode in (SAME, SPARSE, DENSE):
@@ -174,10 +178,10 @@ class LosslessCodec(Codec):
         elif mode == STATIC:
             if self._tables is None:
                 raise ValueError("payload uses static tables, but the state has none")
-            delta.spread_rows(symbols.decode(reader, unit.tokens, self._static(unit), self._tables, layout), words)
+            delta.spread_rows(symbols.decode(reader, keys.shape[1], self._static(unit), self._tables, layout), words)
         elif mode == INLINE:
             rows, tables = _read_model(reader, unit.geometry, layout)
-            delta.spread_rows(symbols.decode(reader, unit.tokens, rows, tables, layout), words)
+            delta.spread_rows(symbols.decode(reader, keys.shape[1], rows, tables, layout), words)
         else:
             raise ValueError(f"lossless payload has the unknown mode {mode}")
         reader.end()
@@ -185,6 +189,12 @@ class LosslessCodec(Codec):
 
 def _words(arrays: KeyValue, layout: Layout) -> Words:
     return arrays[0].view(layout.word), arrays[1].view(layout.word)
+
+
+def _check_shapes(unit: Unit, words: Words) -> None:
+    shape = (unit.geometry.heads, unit.tokens)
+    if words[0].shape != (*shape, unit.geometry.k_dim) or words[1].shape != (*shape, unit.geometry.v_dim):
+        raise ValueError("arrays do not have the unit's shape")
 
 
 def _count(tops: np.ndarray, words: Words, layout: Layout) -> None:
@@ -227,18 +237,18 @@ def _decode_zstd(reader: Reader, words: Words, layout: Layout) -> None:
     delta.spread_rows(rows, words)
 
 
-def _encode_inline(rows: np.ndarray, words: Words, layout: Layout) -> bytes | None:
-    """The inline mode's payload, or None if no window holds a word."""
+def _encode_inline(rows: np.ndarray, words: Words, layout: Layout) -> list[bytes]:
+    """The inline mode's payload, or nothing if no window holds a word."""
     tops = np.zeros((len(rows), 1 << layout.top_bits), dtype=np.uint32)
     _count(tops, words, layout)
     most = min(INLINE_CLASSES, max(1, rows.size // _INLINE_ELEMENTS))
     freqs, escape, base, kinds = classes.learn([classes.window(tops, layout)], most)
     if not len(freqs):
-        return None
+        return []
     model = squeeze(b"".join([bytes([len(freqs)]), freqs.astype("<u2").tobytes(), escape.tobytes(), base.tobytes(),
                               kinds.tobytes()]))  # fmt: skip
     body, _ = symbols.encode(rows, Rows.of(base, kinds, layout), Tables(freqs, escape), layout)
-    return bytes([INLINE]) + struct.pack("<I", len(model)) + model + body
+    return [bytes([INLINE]) + struct.pack("<I", len(model)) + model + body]
 
 
 def _read_model(reader: Reader, geometry: LayerGeometry, layout: Layout) -> tuple[Rows, Tables]:

@@ -21,7 +21,8 @@ def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> 
     symbols = np.empty(rows.shape, dtype=np.uint8)
     escapes = np.empty(rows.size, dtype=np.uint16)
     count = planes.split(layout.word_bits, layout.low)(
-        rows, channels.start, channels.mirror, channels.table, tables.escape, tables.plain, symbols, escapes)  # fmt: skip
+        rows, channels.start, channels.mirror, channels.table, tables.escape, tables.plain, symbols, escapes,
+    )
     stream = rans.encode(symbols, channels.table, tables.freqs)
     parts = [struct.pack("<II", count, len(stream)), escapes[:count].astype("<u2").tobytes(), stream]
     usual = 64 * count <= rows.size and 16 * len(stream) <= 15 * rows.size + 16 * rans.HEADER_BYTES
