@@ -1,18 +1,25 @@
 """Rotary position embedding (RoPE, arXiv 2104.09864): rotate keys to their positions and back.
 
-Angles are computed in binary64 and the cosines and sines rounded once to binary32; each rotated component is two
-products and one sum in binary32. Spec: spec/codecs.md, section "RoPE".
+Frequencies are correctly rounded to binary64, angles are one product in binary64, cosines and sines are correctly
+rounded to binary32; each rotated component is two products and one sum in binary32. So the bits do not depend on a
+machine's mathematical library. Spec: spec/codecs.md, section "RoPE".
 """
 
 from __future__ import annotations
 
+import decimal
 import functools
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, TypeGuard
 
 import numpy as np
+
+#: More digits than any rounding here needs.
+_EXACT = decimal.Context(prec=60)
+_PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803483")
 
 
 def frequencies(rope: Mapping[str, Any] | None, head_dim: int) -> np.ndarray | None:
@@ -35,32 +42,76 @@ def frequencies(rope: Mapping[str, Any] | None, head_dim: int) -> np.ndarray | N
     if rope is None or rope.get("style", "half") not in ("half", "interleaved"):
         return None
     kind, theta, dim = rope.get("type", "default"), rope.get("theta"), rope.get("dim", head_dim)
-    if not _number(theta) or theta <= 0 or not isinstance(dim, int) or not 0 < dim <= head_dim or dim % 2:
+    if type(dim) is not int or not 0 < dim <= head_dim or dim % 2 or not _number(theta) or float(theta) < 1:
         return None
-    base = float(theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    base = np.array([_power(float(theta), -i, dim) for i in range(0, dim, 2)])
     if kind == "default":
         return base
     factor = rope.get("factor")
-    if not _number(factor) or factor <= 0:
+    if not _number(factor) or float(factor) < 1:
         return None
     if kind == "linear":
-        return base / factor
+        return base / float(factor)
     if kind == "llama3":
         names = ("low_freq_factor", "high_freq_factor", "original_max_position")
-        if not all(_number(rope.get(n)) for n in names):
+        numbers = [float(number) for name in names if _number(number := rope.get(name))]
+        if len(numbers) < len(names):
             return None
-        low, high, context = (float(rope[n]) for n in names)
+        low, high, context = numbers
         if low == high or context <= 0:
             return None
         wavelength = 2 * math.pi / base
         smooth = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
-        return (1 - smooth) * base / factor + smooth * base
+        return np.asarray((1 - smooth) * base / float(factor) + smooth * base)
     return None
 
 
-def _number(value: Any) -> bool:  # noqa: ANN401
+def _number(value: Any) -> TypeGuard[float]:
     # An integer beyond binary64 would raise wherever it meets a float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _power(theta: float, numerator: int, denominator: int) -> float:
+    """``theta ** (numerator / denominator)``, correctly rounded."""
+    return float(_EXACT.power(Decimal(theta), _EXACT.divide(Decimal(numerator), Decimal(denominator))))
+
+
+def _round(values: np.ndarray, angles: np.ndarray, exact: Callable[[float], np.float32]) -> np.ndarray:
+    """Round sines or cosines to binary32 as if they had been exact.
+
+    A binary64 function is off by a few units of its last place, which matters to binary32 only beside the middle
+    between two neighbours: there the exact value decides.
+    """
+    low = values.view(np.uint64) & np.uint64((1 << 29) - 1)
+    out = values.astype(np.float32)
+    for index in np.argwhere(np.abs(low.astype(np.int64) - (1 << 28)) <= 16):
+        at = tuple(index)
+        out[at] = exact(float(angles[at]))
+    return out
+
+
+def _exact_sine(angle: float, shift: int = 0) -> np.float32:
+    """Sine of ``angle + shift * pi / 2``, correctly rounded."""
+    with decimal.localcontext(_EXACT):
+        turn = 2 * _PI
+        x = Decimal(angle) + shift * _PI / 2
+        x -= turn * (x / turn).to_integral_value()
+        term = total = x
+        for n in range(3, 99, 2):
+            term *= -x * x / (n * (n - 1))
+            total += term
+        return _nearest(total)
+
+
+def _exact_cosine(angle: float) -> np.float32:
+    return _exact_sine(angle, 1)
+
+
+def _nearest(value: Decimal) -> np.float32:
+    """The binary32 nearest to a decimal, in one rounding."""
+    rough = np.float32(float(value))
+    near = [rough, np.nextafter(rough, np.float32(-2)), np.nextafter(rough, np.float32(2))]
+    return min(near, key=lambda x: abs(Decimal(float(x)) - value))
 
 
 class Rotation:
@@ -92,7 +143,7 @@ class Rotation:
 
     def _tables(self, position: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         angles = np.arange(position, position + tokens, dtype=np.float64)[:, None] * self._freqs
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos, sin = _round(np.cos(angles), angles, _exact_cosine), _round(np.sin(angles), angles, _exact_sine)
         cos.flags.writeable = sin.flags.writeable = False
         return cos, sin
 

@@ -12,6 +12,7 @@ from typing import Any
 from pltpack.errors import FormatError, PltpackError
 from pltpack.format import durable, json_text
 from pltpack.format.container import FORMAT_VERSION
+from pltpack.format.tables import MAX_LAYERS
 from pltpack.names import check_session
 from pltpack.snapshot import Identity
 
@@ -162,6 +163,8 @@ def _from_body(body: Any) -> Manifest:
     identity = Identity.from_json(body["identity"])
     if identity.salt is not None:
         raise FormatError("manifest identity must not carry a salt")
+    if not 0 < len(identity.layers) <= MAX_LAYERS:
+        raise FormatError(f"manifest identity has {len(identity.layers)} layers (allowed: 1 to {MAX_LAYERS})")
     if not isinstance(body["libraries"], list) or not isinstance(body["sessions"], list):
         raise FormatError("manifest field 'libraries' or 'sessions' is not a list")
     libraries = tuple(FileEntry(**_file(entry, LIBRARY_NAME, set())) for entry in body["libraries"])
