@@ -298,7 +298,7 @@ def fuzz(name: str, case: Case, seed: int, seconds: float, folder: Path) -> Outc
         child = os.fork()
         if child == 0:
             os._exit(_child(name, case, seed, number, end, folder, log))
-        _, status = os.waitpid(child, 0)
+        status = _wait(child, log, end)
         lines = log.read_text().splitlines()
         number = int(lines[0]) + len(lines) - 1
         outcome.counts.update(line for line in lines[1:] if line in ("read", "refused"))
@@ -308,6 +308,21 @@ def fuzz(name: str, case: Case, seed: int, seconds: float, folder: Path) -> Outc
                 number += 1
             outcome.failures.append(f"{name}: seed {seed}, case {number - 1}: {what}")
     return outcome
+
+
+def _wait(child: int, log: Path, end: float) -> int:
+    """Wait for a child; one that makes no progress, deaf to its own alarm inside a C library, is killed."""
+    size, since = -1, time.monotonic()
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        now = time.monotonic()
+        if log.stat().st_size != size:
+            size, since = log.stat().st_size, now
+        if now - since > 1.5 * SECONDS or now > end + 2 * SECONDS:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _child(name: str, case: Case, seed: int, number: int, end: float, folder: Path, log: Path) -> int:

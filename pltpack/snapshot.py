@@ -203,7 +203,7 @@ def _layer_from_json(data: Any) -> LayerGeometry:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 1 << 20:
             raise UnsupportedError(f"identity layer field {name!r} is not a positive integer")
-    if data["dtype"] not in DTYPES:
+    if not isinstance(data["dtype"], str) or data["dtype"] not in DTYPES:
         raise UnsupportedError(f"identity layer dtype {data['dtype']!r} is unknown")
     return LayerGeometry(data["heads"], data["k_dim"], data["v_dim"], data["dtype"], data.get("window"))
 
