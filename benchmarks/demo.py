@@ -41,13 +41,15 @@ def main() -> None:
     args.work.mkdir(parents=True)
     dumps = args.dumps or unpacked(args.work)
     paths = sorted(dumps.glob("*.safetensors"))
-    rows = [tier_row(name, dumps, paths, args.work) for name in TIERS]
-    rows += [baseline_row(name, paths) for name in BASELINES]
+    # A pipe has no width of its own, and a wrapped table is hard to read.
+    console = Console(width=max(Console().width, 120))
+    rows = []
+    with console.status("") as status:
+        for name in (*TIERS, *BASELINES):
+            status.update(f"{len(paths)} sessions: {name}")
+            rows.append(tier_row(name, dumps, paths, args.work) if name in TIERS else baseline_row(name, paths))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    console = Console()
-    # A pipe has no width of its own, and a wrapped table is hard to read.
-    console = Console(width=max(console.width, 120))
     console.print(table(rows))
     console.print(read_a_part(args.work / "lossless", paths[0].stem))
     console.print(f"{time.perf_counter() - began:.0f} s; archives in {args.work}", highlight=False)
