@@ -1,4 +1,4 @@
-"""Which format reads a file, what a folder stands for, token look-up, names, and writes that happen whole or not at all."""
+"""How dumps are found and sniffed, where tokens come from, and writes that happen whole or not at all."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_unknown_or_damaged_file_in_a_folder_is_not_skipped(tmp_path, name, c
 def test_foreign_caches_in_a_folder_are_not_skipped(tmp_path):
     write_dump(make("a"), tmp_path, "safetensors")
     plain_safetensors(tmp_path / "mlx.safetensors", **{"0.0": np.zeros((1, 2, 3, 4), np.float32)})
-    with pytest.raises(DumpError, match="mlx.safetensors"):
+    with pytest.raises(DumpError, match=r"mlx\.safetensors"):
         list(open_dumps(tmp_path))
 
 

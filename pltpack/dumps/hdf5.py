@@ -19,7 +19,7 @@ import numpy as np
 
 from pltpack.dumps import base
 from pltpack.dumps.atomic import make_folder, replacing
-from pltpack.dumps.hdf5_guard import SIGNATURE, check_dataset, child, handles, member_names, translated
+from pltpack.dumps.hdf5_guard import SIGNATURE, check_dataset, child, member_names, opened, translated
 from pltpack.dumps.tensor_layout import identity_json
 from pltpack.dumps.tokens import TokenLookup, token_ids
 from pltpack.errors import DumpError, UnsupportedError
@@ -49,10 +49,10 @@ class Hdf5Format(base.DumpFormat):
         """See `DumpFormat.read`."""
         name = os.fspath(path.absolute())
         stamp = base.FileStamp.of(path)
-        with translated(path), handles.open(name, stamp) as file:
+        with translated(path), opened(name, stamp) as file:
             ids = member_names(child(file, "sessions", "group"), MAX_SESSIONS)
         for group in ids:
-            with translated(path), handles.open(name, stamp) as file:
+            with translated(path), opened(name, stamp) as file:
                 snapshot = _read_session(child(child(file, "sessions", "group"), group, "group"), path, stamp, tokens)
             yield snapshot
 
@@ -86,7 +86,7 @@ class Hdf5Source:
         """See `LayerSource.layer`."""
         base.check_range(start, stop, self.count)
         geometry = self.layers[index]
-        with translated(self.path), handles.open(self.path, self.stamp) as file:
+        with translated(self.path), opened(self.path, self.stamp) as file:
             layer = file[f"sessions/{self.group}/layers/{index}"]
             keys, values = (layer[name][:, start:stop] for name in ("keys", "values"))
         return _restore(keys, geometry.dtype), _restore(values, geometry.dtype)

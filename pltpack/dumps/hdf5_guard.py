@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,43 +18,25 @@ from pltpack.dumps.base import FileStamp
 from pltpack.errors import DumpError, PltpackError, UnsupportedError
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_MAX_OPEN = 16
 # Deflate and lzf cannot expand data further than this.
 _MAX_EXPANSION = 1032
 _MAX_CHUNK = 256 << 20
+_lock = threading.RLock()
 _FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
 
 
-class Handles:
-    """The HDF5 files that are open at present, the least recently used closed first.
+@contextlib.contextmanager
+def opened(path: str, stamp: FileStamp) -> Iterator[Any]:
+    """The file, open for reading by one thread at a time; DumpError if it changed since `stamp` was taken.
 
-    The library is not made for several threads, so whoever uses a file holds the lock.
+    It is closed again at once: an open HDF5 file is locked against writers, in this process and others.
     """
+    import h5py
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._files: OrderedDict[tuple[str, FileStamp, int], Any] = OrderedDict()
-
-    @contextlib.contextmanager
-    def open(self, path: str, stamp: FileStamp) -> Iterator[Any]:
-        """The file, open for reading; DumpError if it changed since `stamp` was taken."""
-        import h5py
-
-        with self._lock:
-            stamp.check(path, path)
-            key = (path, stamp, os.getpid())
-            file = self._files.pop(key, None)
-            if file is None:
-                file = h5py.File(path, "r", locking="best-effort")
-            self._files[key] = file
-            while len(self._files) > _MAX_OPEN:
-                (_, _, process), oldest = self._files.popitem(last=False)
-                if process == os.getpid():
-                    oldest.close()
+    with _lock:
+        stamp.check(path, path)
+        with h5py.File(path, "r", locking="best-effort") as file:
             yield file
-
-
-handles = Handles()
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 Known contents: a list (or tuple) with a ``(keys, values)`` pair per layer; a dict with ``past_key_values`` as such a
 list; a dict with lists ``keys`` and ``values`` (or ``key_cache`` and ``value_cache``). Tensors are ``[1, H_kv, T, D]``
 or ``[H_kv, T, D]``. A dict may hold token ids as ``tokens``, ``input_ids`` or ``token_ids``, and ``session`` and
-``identity``. Only ``torch.load(weights_only=True, mmap=True)`` is used, after a check of the zip directory.
+``identity``. Only ``torch.load(weights_only=True, mmap=True)`` is used, after a check of the zip directory
+and of the names in the pickle.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import pickletools
 import re
 import threading
 import zipfile
@@ -22,12 +24,17 @@ import numpy as np
 from pltpack.dumps import base
 from pltpack.dumps.tokens import TokenLookup, token_ids
 from pltpack.dumps.torch_arrays import cache_dtype, to_numpy
-from pltpack.errors import DumpError, UnsupportedError
+from pltpack.errors import DumpError, PltpackError, UnsupportedError
 from pltpack.names import check_session
 from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_PICKLE = 64 << 20
+_PLAIN = re.compile(
+    r"torch._utils _rebuild_tensor(_v2|_v3)?|collections OrderedDict|torch Size|torch(\.storage)? \w+Storage"
+    r"|torch (b?float|u?int)\w+",
+    re.ASCII,
+)
 _MAX_MEMBERS = 1 << 16
 # Mapped pages that were read count as memory in use; the mapping is dropped and made anew after so many bytes.
 _REMAP_BYTES = 256 << 20
@@ -61,6 +68,7 @@ def read_torch_file(path: Path, tokens: TokenLookup) -> Snapshot:
         If it holds a batch, or was saved in PyTorch's format before 1.6.
     """
     stamp = base.FileStamp.of(path)
+    _check(path)
     content = _load(path)
     pairs = _pairs(content)
     named = content if isinstance(content, Mapping) else {}
@@ -133,14 +141,53 @@ class _Mapping:
 _mapping = _Mapping()
 
 
-def _load(path: Path) -> Any:
+def _check(path: Path) -> None:
+    """Refuse what is not a torch file of plain tensors, from its bytes alone."""
     with open(path, "rb") as file:
         head = file.read(len(_LEGACY))
     if head == _LEGACY:
         raise UnsupportedError("was saved in PyTorch's format before 1.6; load it and save it again", path)
     if not head.startswith(b"PK"):
         raise DumpError(f"is a plain pickle, and reading it would run its code; {_SAFE_WAY}", path)
-    _check_zip(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            program = _check_members(archive, path)
+        names = [str(arg) for opcode, arg, _ in pickletools.genops(program) if _names_object(opcode.name, arg)]
+    except PltpackError:
+        raise
+    except OSError as error:
+        raise DumpError(f"cannot be read ({error.strerror})", path) from None
+    except Exception as error:  # zipfile and pickletools raise many kinds on damaged input
+        raise DumpError(f"is not a sound torch.save file ({type(error).__name__})", path) from None
+    if names:
+        raise DumpError(f"holds pickled objects ({names[0].replace(' ', '.')}), and reading them would run code; "
+                        f"{_SAFE_WAY}", path)  # fmt: skip
+
+
+def _check_members(archive: zipfile.ZipFile, path: Path) -> bytes:
+    """Check a zip directory against the file's size; returns the pickle."""
+    members = archive.infolist()
+    if len(members) > _MAX_MEMBERS:
+        raise DumpError(f"holds {len(members)} zip members (allowed: {_MAX_MEMBERS})", path)
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise DumpError("holds compressed members, which torch.save never writes", path)
+    if sum(member.file_size for member in members) > path.stat().st_size:
+        raise DumpError("has zip members larger than the file", path)
+    pickles = [member for member in members if member.filename.split("/")[-1] == "data.pkl"]
+    if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE:
+        raise DumpError(f"must hold one data.pkl of at most {_MAX_PICKLE} bytes", path)
+    return archive.read(pickles[0])
+
+
+def _names_object(opcode: str, argument: Any) -> bool:
+    """Whether a pickle opcode fetches anything but the parts of a plain tensor; torch.save writes only GLOBAL."""
+    if opcode in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
+        return True
+    return opcode == "GLOBAL" and not _PLAIN.fullmatch(argument)
+
+
+def _load(path: Path) -> Any:
     try:
         import torch
     except ImportError:
@@ -150,29 +197,7 @@ def _load(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # the unpickler lets any exception of damaged input through
-        name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if name:
-            fact = f"holds pickled objects ({name[1]}), and reading them would run code; {_SAFE_WAY}"
-        else:
-            fact = f"is not a sound torch.save file of plain tensors ({type(error).__name__}); {_SAFE_WAY}"
-        raise DumpError(fact, path) from None
-
-
-def _check_zip(path: Path) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise DumpError(f"is not a sound torch.save file ({type(error).__name__})", path) from None
-    if len(members) > _MAX_MEMBERS:
-        raise DumpError(f"holds {len(members)} zip members (allowed: {_MAX_MEMBERS})", path)
-    for member in members:
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            raise DumpError("holds compressed members, which torch.save never writes", path)
-        if member.filename.endswith("data.pkl") and member.file_size > _MAX_PICKLE:
-            raise DumpError(f"has a pickle of {member.file_size} bytes (allowed: {_MAX_PICKLE})", path)
-    if sum(member.file_size for member in members) > path.stat().st_size:
-        raise DumpError("has zip members larger than the file", path)
 
 
 def _pairs(content: Any) -> list[tuple[Any, Any]]:

@@ -36,7 +36,8 @@ class TransformersFormat(DumpFormat):
         """See `DumpFormat.read`."""
         with open(path, "rb") as file:
             head = file.read(16)
-        if is_torch_file(path, head):
+        # A safetensors length may by chance begin like a pickle, so the order matters.
+        if not looks_like_safetensors(path, head) and is_torch_file(path, head):
             yield read_torch_file(path, tokens)
         else:
             yield read_session(path, read_header(path), LAYOUT, tokens)
