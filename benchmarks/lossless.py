@@ -3,7 +3,8 @@
     python benchmarks/lossless.py DUMP... [--threads 2]
 
 DUMP is a safetensors dump or a folder of them. Units of one layer and up to 256 tokens; the codec learns from every
-dump given; its state is counted as an archive stores it. The last line codes dumps that share a token prefix with the
+dump given; its state is counted as an archive stores it. Speeds are given per second of wall clock and of processor
+time, since other work on the machine moves the first. The last line codes dumps that share a token prefix with the
 dump before them as differences to it.
 """
 
@@ -27,6 +28,9 @@ from pltpack.snapshot import Snapshot
 
 UNIT_TOKENS = 256
 
+#: Wall-clock and processor seconds.
+Seconds = tuple[float, float]
+
 
 class AllTokens:
     """Every token of every dump, layer by layer."""
@@ -47,18 +51,18 @@ def units(snapshot: Snapshot, stop: int) -> Iterator[tuple[Unit, np.ndarray, np.
             yield Unit(index, geometry, start, end - start), *snapshot.layer(index, start, end)
 
 
-def best(action: Callable[[], object], repeats: int = 3) -> float:
+def best(action: Callable[[], object], repeats: int = 3) -> Seconds:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        wall, processor = time.perf_counter(), time.process_time()
         action()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        times.append((time.perf_counter() - wall, time.process_time() - processor))
+    return min(t[0] for t in times), min(t[1] for t in times)
 
 
-def report(name: str, raw: int, size: int, elements: int, encode: float, decode: float) -> None:
-    print(f"{name:28s} {8 * size / elements:8.4f} bits/element {raw / size:7.3f}x "
-          f"encode {raw / encode / 1e6:7.0f} MB/s decode {raw / decode / 1e6:7.0f} MB/s")  # fmt: skip
+def report(name: str, raw: int, size: int, elements: int, *times: Seconds) -> None:
+    speeds = "  ".join(f"{raw / wall / 1e6:7.0f} {raw / processor / 1e6:7.0f}" for wall, processor in times)
+    print(f"{name:26s} {8 * size / elements:8.4f} {raw / size:9.3f}  {speeds}")
 
 
 def zstd_row(raw: bytes, elements: int) -> None:
@@ -91,8 +95,8 @@ def codec_row(codec: LosslessCodec, snapshots: list[Snapshot], state_bytes: int,
 
 
 def reference_row(codec: LosslessCodec, snapshots: list[Snapshot]) -> None:
-    size = elements = raw = pairs = 0
-    times = [0.0, 0.0]
+    elements = raw = pairs = 0
+    jobs = []
     for first, second in itertools.pairwise(snapshots):
         n = min(len(first), len(second))
         differs = np.flatnonzero(first.tokens[:n] != second.tokens[:n])
@@ -100,21 +104,20 @@ def reference_row(codec: LosslessCodec, snapshots: list[Snapshot]) -> None:
         if shared < UNIT_TOKENS:
             continue
         pairs += 1
-        for (unit, *arrays), (_, *base) in zip(units(second, shared), units(first, shared), strict=True):
-            start = time.perf_counter()
-            payload = codec.encode(unit, arrays[0], arrays[1], (base[0], base[1]))
-            middle = time.perf_counter()
-            out = [np.empty_like(a, order="C") for a in arrays]
-            codec.decode(memoryview(payload), unit, out[0], out[1], (base[0], base[1]))
-            times[0] += middle - start
-            times[1] += time.perf_counter() - middle
-            if not all(a.tobytes() == b.tobytes() for a, b in zip(arrays, out, strict=True)):
-                raise SystemExit("decoded values differ")
-            size += len(payload)
-            elements += sum(a.size for a in arrays)
-            raw += sum(a.nbytes for a in arrays)
-    if pairs:
-        report(f"differences, {pairs} prefixes", raw, size, elements, *times)
+        for (unit, keys, values), (_, *base) in zip(units(second, shared), units(first, shared), strict=True):
+            out = (np.empty_like(keys, order="C"), np.empty_like(values, order="C"))
+            jobs.append((unit, keys, values, (base[0], base[1]), out))
+            elements += keys.size + values.size
+            raw += keys.nbytes + values.nbytes
+    if not pairs:
+        return
+    payloads = [codec.encode(*job[:4]) for job in jobs]
+    encode = best(lambda: [codec.encode(*job[:4]) for job in jobs])
+    decode = best(lambda: [codec.decode(memoryview(payload), job[0], *job[4], job[3])
+                           for payload, job in zip(payloads, jobs, strict=True)])  # fmt: skip
+    if not all(a.tobytes() == b.tobytes() for job in jobs for a, b in zip(job[1:3], job[4], strict=True)):
+        raise SystemExit("decoded values differ")
+    report(f"differences, {pairs} prefixes", raw, sum(map(len, payloads)), elements, encode, decode)
 
 
 def main() -> None:
@@ -136,6 +139,8 @@ def main() -> None:
     elements = sum(s.elements for s in snapshots)
     print(f"{len(snapshots)} sessions, {elements} elements, state {packed} bytes, {len(state['freqs'])} tables")
     raw = b"".join(a.tobytes() for s in snapshots for i in range(len(s.identity.layers)) for a in s.layer(i))
+    print(f"{'':26s} {'bits':>8s} {'ratio':>9s}  encode MB/s of   decode MB/s of\n"
+          f"{'':26s} {'/element':>8s} {'':9s}     wall     cpu      wall     cpu")  # fmt: skip
     zstd_row(raw, elements)
     codec_row(codec, snapshots, packed, arguments.threads)
     reference_row(codec, snapshots)

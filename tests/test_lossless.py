@@ -249,6 +249,14 @@ def test_strided_and_transposed_inputs():
     turned = (np.ascontiguousarray(keys.transpose(1, 2, 0)).transpose(2, 0, 1)[:, 10:74],
               np.asfortranarray(values)[:, 10:74])  # fmt: skip
     assert codec.encode(unit_of(turned, identity), *turned) == want
+    # Where a mapped file puts them: at odd addresses, and not to be written to.
+    for shift in (1, 2):
+        moved = []
+        for array in (keys[:, 10:74], values[:, 10:74]):
+            mapped = np.frombuffer(bytes(shift) + array.tobytes(), array.dtype, array.size, shift).reshape(array.shape)
+            moved.append(mapped)
+        assert codec.encode(unit_of(moved, identity), *moved) == want
+        assert codec.encode(unit_of(moved, identity), *moved, tuple(moved)) == bytes([SAME])
 
 
 # --- modes and rates -----------------------------------------------------------------------------------------------

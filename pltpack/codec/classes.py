@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pltpack.codec import rans
+from pltpack.codec import planes, rans
 
 #: Most tables of one model: the class byte keeps its high bit for the mirror flag.
 MAX_CLASSES = 128
 MIRROR = 128
 #: Octaves of the window below the mean exponent.
 _BELOW = 11
-_ROUNDS = 12
+_ROUNDS = 10
 #: Rows that k-means looks at; all others are only assigned.
-_SAMPLE_ROWS = 16384
+_SAMPLE_ROWS = 2048
 _CHUNK_ROWS = 4096
 #: A symbol rarer than this costs more as a table slot of 1/4096 than as an escape.
 _RARE = 2.0**-15
@@ -125,9 +125,9 @@ class Windowed:
     mirror : ndarray
         bool ``[R]``.
     counts : ndarray
-        uint16 ``[R, 256]``, scaled down where a channel has more than 65535 words.
+        Words per symbol, uint16 ``[R, 256]``.
     outside : ndarray
-        Words outside the window, in the same scale, float32 ``[R]``.
+        Words outside the window, float32 ``[R]``.
     """
 
     base: np.ndarray
@@ -136,32 +136,30 @@ class Windowed:
     outside: np.ndarray
 
 
-def window(tops: np.ndarray, layout: Layout) -> Windowed:
-    """Place each channel's window.
+def window(runs: Sequence[np.ndarray], channels: int, layout: Layout) -> Windowed:
+    """Place each channel's window and count its symbols.
 
     Parameters
     ----------
-    tops : ndarray
-        Histogram of top parts, uint32 ``[R, 2 ** top_bits]``.
+    runs : sequence of ndarray
+        Words as channel rows ``[R, N]``; N may differ. Fewer than 2^22 tokens each.
+    channels : int
+        R.
     """
-    half = tops.shape[1] // 2
-    positive, negative = tops[:, :half], tops[:, half:]
-    mirror = positive.sum(axis=1) < negative.sum(axis=1)
-    exponents = (positive + negative).reshape(len(tops), layout.octaves, -1).sum(axis=2).astype(np.float64)
+    exponents, normal, negative = np.zeros((3, channels), dtype=np.int64)
+    for rows in runs:
+        planes.measure(layout.word_bits, layout.low, layout.step_bits)(rows, exponents, normal, negative)
     # Zeros and subnormals say nothing of a channel's scale.
-    exponents[:, 0] = 0
-    total = np.maximum(exponents.sum(axis=1), 1)
-    mean = exponents @ np.arange(layout.octaves) / total
-    base = (np.rint(mean).astype(np.int64) - _BELOW) % layout.octaves
-    index = ((base << layout.step_bits)[:, None] + np.arange(128)) % half
-    first = np.take_along_axis(positive, index, axis=1)
-    second = np.take_along_axis(negative, index, axis=1)
-    counts = np.where(mirror[:, None], np.hstack([second, first]), np.hstack([first, second])).astype(np.float64)
-    words = tops.sum(axis=1, dtype=np.float64)
-    outside = words - counts.sum(axis=1)
-    scale = 65535 / np.maximum(words, 65535)
-    return Windowed(base.astype(np.uint8), mirror, np.rint(counts * scale[:, None]).astype(np.uint16),
-                    (outside * scale).astype(np.float32))  # fmt: skip
+    mean = np.rint(exponents / np.maximum(normal, 1)).astype(np.int64)
+    base = ((mean - _BELOW) % layout.octaves).astype(np.uint8)
+    mirror = 2 * negative > sum(rows.shape[1] for rows in runs)
+    placed = Rows.of(base, np.where(mirror, MIRROR, 0), layout)
+    counts = np.zeros((channels, 257), dtype=np.uint32)
+    for rows in runs:
+        planes.count(layout.word_bits, layout.low)(rows, placed.start, placed.mirror, counts)
+    # Sample budgets keep every count below 65536; longer runs only lose the resolution of their largest.
+    counts = np.minimum(counts, 65535)
+    return Windowed(base, mirror, counts[:, :256].astype(np.uint16), counts[:, 256].astype(np.float32))
 
 
 def learn(parts: Sequence[Windowed], most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -52,13 +52,15 @@ escape symbols; u8 ``[R]`` bases; u8 ``[R]`` class bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from pltpack.codec import classes, delta, planes, symbols
-from pltpack.codec.base import Codec, KeyValue, Samples, State, Unit
+from pltpack.codec import classes, delta, symbols
+from pltpack.codec.base import Codec, KeyValue, LayerSample, Samples, State, Unit
 from pltpack.codec.classes import LAYOUTS, Layout, Rows, Tables
 from pltpack.codec.delta import Words
 from pltpack.codec.payload import Reader, declared_size, expand, squeeze
@@ -72,6 +74,9 @@ INLINE_CLASSES = 8
 #: Elements that pay for one table in a state, and in a payload.
 _STATE_ELEMENTS = 1 << 16
 _INLINE_ELEMENTS = 1 << 15
+#: Tokens per layer that `learn` looks at, in pieces.
+_SAMPLE_TOKENS = 2048
+_PIECE = 64
 
 
 class LosslessCodec(Codec):
@@ -93,11 +98,10 @@ class LosslessCodec(Codec):
         parts, elements = [], 0
         for index, geometry in enumerate(identity.layers):
             layout = LAYOUTS[geometry.dtype]
-            tops = np.zeros((geometry.elements_per_token, 1 << layout.top_bits), dtype=np.uint32)
-            for sample in samples.layer(index):
-                _count(tops, _words((sample.keys, sample.values), layout), layout)
-            elements += int(tops.sum(dtype=np.int64))
-            parts.append(classes.window(tops, layout))
+            found = _thin(samples.layer(index))
+            runs = [delta.channel_rows(_words((sample.keys, sample.values), layout)) for sample in found]
+            elements += sum(rows.size for rows in runs)
+            parts.append(classes.window(runs, geometry.elements_per_token, layout))
         freqs, escape, base, kinds = classes.learn(parts, min(STATE_CLASSES, max(1, elements // _STATE_ELEMENTS)))
         return {"freqs": freqs, "escape": escape, "base": base, "class": kinds}
 
@@ -138,7 +142,7 @@ class LosslessCodec(Codec):
             body, usual = symbols.encode(rows, self._static(unit), self._tables, layout)
             found.append(bytes([STATIC]) + body)
         if not usual:
-            found += [*_encode_inline(rows, words, layout), bytes([ZSTD]) + squeeze(_byte_planes(rows))]
+            found += [*_encode_inline(rows, layout), bytes([ZSTD]) + squeeze(_byte_planes(rows))]
         best = min(found, key=len)
         if len(best) <= rows.nbytes:
             return best
@@ -191,16 +195,22 @@ def _words(arrays: KeyValue, layout: Layout) -> Words:
     return arrays[0].view(layout.word), arrays[1].view(layout.word)
 
 
+def _thin(found: Sequence[LayerSample]) -> Sequence[LayerSample]:
+    """An even choice of pieces of runs with about `_SAMPLE_TOKENS` tokens in all."""
+    step = -(-sum(sample.keys.shape[1] for sample in found) // _SAMPLE_TOKENS)
+    if step <= 1:
+        return found
+    pieces = [(sample, at) for sample in found for at in range(0, sample.keys.shape[1], _PIECE)]
+    return [
+        dataclasses.replace(sample, keys=sample.keys[:, at : at + _PIECE], values=sample.values[:, at : at + _PIECE])
+        for sample, at in pieces[::step]
+    ]
+
+
 def _check_shapes(unit: Unit, words: Words) -> None:
     shape = (unit.geometry.heads, unit.tokens)
     if words[0].shape != (*shape, unit.geometry.k_dim) or words[1].shape != (*shape, unit.geometry.v_dim):
         raise ValueError("arrays do not have the unit's shape")
-
-
-def _count(tops: np.ndarray, words: Words, layout: Layout) -> None:
-    split = words[0].shape[0] * words[0].shape[2]
-    planes.histogram(words[0], layout.low, tops[:split])
-    planes.histogram(words[1], layout.low, tops[split:])
 
 
 def _check_classes(kinds: np.ndarray, tables: int) -> None:
@@ -237,12 +247,10 @@ def _decode_zstd(reader: Reader, words: Words, layout: Layout) -> None:
     delta.spread_rows(rows, words)
 
 
-def _encode_inline(rows: np.ndarray, words: Words, layout: Layout) -> list[bytes]:
+def _encode_inline(rows: np.ndarray, layout: Layout) -> list[bytes]:
     """The inline mode's payload, or nothing if no window holds a word."""
-    tops = np.zeros((len(rows), 1 << layout.top_bits), dtype=np.uint32)
-    _count(tops, words, layout)
     most = min(INLINE_CLASSES, max(1, rows.size // _INLINE_ELEMENTS))
-    freqs, escape, base, kinds = classes.learn([classes.window(tops, layout)], most)
+    freqs, escape, base, kinds = classes.learn([classes.window([rows], len(rows), layout)], most)
     if not len(freqs):
         return []
     model = squeeze(b"".join([bytes([len(freqs)]), freqs.astype("<u2").tobytes(), escape.tobytes(), base.tobytes(),

@@ -28,21 +28,6 @@ def _to_rows(words: Any, rows: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _to_rows_by_four(packed: Any, rows: Any) -> None:
-    heads, tokens, quads = packed.shape
-    for h in range(heads):
-        for q in range(quads):
-            r = 4 * (h * quads + q)
-            row0, row1, row2, row3 = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
-            for t in range(tokens):
-                word = packed[h, t, q]
-                row0[t] = np.uint16(word)
-                row1[t] = np.uint16(word >> 16)
-                row2[t] = np.uint16(word >> 32)
-                row3[t] = np.uint16(word >> 48)
-
-
-@numba.njit(nogil=True, cache=True)
 def _from_rows(rows: Any, words: Any) -> None:
     heads, tokens, dim = words.shape
     for h in range(heads):
@@ -54,24 +39,43 @@ def _from_rows(rows: Any, words: Any) -> None:
                     words[h, t, d] = row[t]
 
 
-@numba.njit(nogil=True, cache=True)
-def _from_rows_by_four(rows: Any, packed: Any) -> None:
-    heads, tokens, quads = packed.shape
-    for h in range(heads):
-        for q in range(quads):
-            r = 4 * (h * quads + q)
-            row0, row1, row2, row3 = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
-            for t in range(tokens):
-                low = np.uint32(row0[t]) | (np.uint32(row1[t]) << np.uint32(16))
-                high = np.uint32(row2[t]) | (np.uint32(row3[t]) << np.uint32(16))
-                packed[h, t, q] = np.uint64(low) | (np.uint64(high) << np.uint64(32))
+@functools.cache
+def _by_four(word_bits: int) -> tuple[Any, Any]:
+    """Both transposes for words of 8 or 16 bits, four of them taken as one: a quarter of the items to move."""
+    one, two, three = (np.uint64(i * word_bits) for i in (1, 2, 3))
+
+    @numba.njit(nogil=True, cache=True)
+    def to(packed, rows):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        heads, tokens, quads = packed.shape
+        for h in range(heads):
+            for q in range(quads):
+                r = 4 * (h * quads + q)
+                row0, row1, row2, row3 = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
+                for t in range(tokens):
+                    word = np.uint64(packed[h, t, q])
+                    row0[t] = word
+                    row1[t] = word >> one
+                    row2[t] = word >> two
+                    row3[t] = word >> three
+
+    @numba.njit(nogil=True, cache=True)
+    def back(rows, packed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        heads, tokens, quads = packed.shape
+        for h in range(heads):
+            for q in range(quads):
+                r = 4 * (h * quads + q)
+                row0, row1, row2, row3 = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
+                for t in range(tokens):
+                    low = np.uint64(row0[t]) | (np.uint64(row1[t]) << one)
+                    packed[h, t, q] = low | (np.uint64(row2[t]) << two) | (np.uint64(row3[t]) << three)
+
+    return to, back
 
 
 def _quads(words: np.ndarray) -> np.ndarray | None:
-    """Four 16-bit words as one: the transposes then move a quarter of the items."""
-    if words.dtype != np.uint16 or words.shape[2] % 4 or words.strides[2] != 2:
+    if words.itemsize > 2 or words.shape[2] % 4 or words.strides[2] != words.itemsize:
         return None
-    return words.view(np.uint64)
+    return words.view(f"u{4 * words.itemsize}")
 
 
 def to_rows(words: np.ndarray, rows: np.ndarray) -> None:
@@ -80,7 +84,7 @@ def to_rows(words: np.ndarray, rows: np.ndarray) -> None:
     if packed is None:
         _to_rows(words, rows)
     else:
-        _to_rows_by_four(packed, rows)
+        _by_four(8 * words.itemsize)[0](packed, rows)
 
 
 def from_rows(rows: np.ndarray, words: np.ndarray) -> None:
@@ -89,17 +93,57 @@ def from_rows(rows: np.ndarray, words: np.ndarray) -> None:
     if packed is None:
         _from_rows(rows, words)
     else:
-        _from_rows_by_four(rows, packed)
+        _by_four(8 * words.itemsize)[1](rows, packed)
 
 
-@numba.njit(nogil=True, cache=True)
-def histogram(words: Any, low: int, counts: Any) -> None:
-    """Add the tops ``word >> low`` of ``[H, T, D]`` to `counts` uint32 ``[H * D, tops]``."""
-    heads, tokens, dim = words.shape
-    for h in range(heads):
-        for t in range(tokens):
-            for d in range(dim):
-                counts[h * dim + d, words[h, t, d] >> low] += np.uint32(1)
+@functools.cache
+def measure(word_bits: int, low: int, step_bits: int) -> Any:
+    """The kernel ``(rows, scale, normal, negative)`` that adds up what places a channel's window.
+
+    Per row of `rows` ``[R, N]``: the sum of the exponents and the number of words whose exponent is not 0, and the
+    number of words with a set sign; int64 ``[R]`` each.
+    """
+    mask = (1 << (word_bits - low - 1 - step_bits)) - 1
+    down = low + step_bits
+    sign = word_bits - 1
+
+    @numba.njit(nogil=True, cache=True)
+    def kernel(rows, scale, normal, negative):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        for r in range(rows.shape[0]):
+            row = rows[r]
+            total, count, signs = np.uint32(0), np.uint32(0), np.uint32(0)
+            for n in range(row.size):
+                exponent = np.uint32((row[n] >> down) & mask)
+                total += exponent
+                count += np.uint32(exponent > 0)
+                signs += np.uint32(row[n] >> sign)
+            scale[r] += total
+            normal[r] += count
+            negative[r] += signs
+
+    return kernel
+
+
+@functools.cache
+def count(word_bits: int, low: int) -> Any:
+    """The kernel ``(rows, start, mirror, counts)`` that counts symbols.
+
+    `start` and `mirror` are those of `split`; `counts` is uint32 ``[R, 257]``, the last for words outside the window.
+    """
+    mask = np.uint16((1 << (word_bits - low - 1)) - 1)
+    down = word_bits - low - 8
+
+    @numba.njit(nogil=True, cache=True)
+    def kernel(rows, start, mirror, counts):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        for r in range(rows.shape[0]):
+            row, bins, first, flip = rows[r], counts[r], start[r], mirror[r]
+            for n in range(row.size):
+                top = np.uint16(row[n] >> low)
+                t = np.uint16(np.uint16(top - first) & mask)
+                symbol = np.int64((t & 127) | (((top >> down) & 128) ^ flip))
+                bins[symbol if t < 128 else 256] += np.uint32(1)
+
+    return kernel
 
 
 @functools.cache

@@ -26,16 +26,19 @@ def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> 
     stream = rans.encode(symbols, channels.table, tables.freqs)
     parts = [struct.pack("<II", count, len(stream)), escapes[:count].astype("<u2").tobytes(), stream]
     usual = 64 * count <= rows.size and 16 * len(stream) <= 15 * rows.size + 16 * rans.HEADER_BYTES
+    stored = squeezed = 0
     for shift, width in layout.planes:
         plane = np.empty(_shape(rows.shape, width), dtype=np.uint8)
         _kernels(shift, width)[0](rows, plane)
         frame = squeeze(plane.tobytes()) if _structured(plane.reshape(-1)) else b""
         if frame and len(frame) + 4 < plane.size:
             parts += [bytes([_FRAME]), struct.pack("<I", len(frame)), frame]
-            usual = False
+            stored, squeezed = stored + plane.size, squeezed + len(frame)
         else:
             parts += [bytes([_STORED]), plane.tobytes()]
-    return b"".join(parts), usual
+            stored, squeezed = stored + plane.size, squeezed + plane.size
+    # Low bits that nearly vanish speak of constant or repeated data, whose symbols repeat as well.
+    return b"".join(parts), usual and 8 * squeezed >= stored
 
 
 def decode(reader: Reader, tokens: int, channels: Rows, tables: Tables, layout: Layout) -> np.ndarray:
