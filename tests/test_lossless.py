@@ -183,6 +183,84 @@ def test_decodes_from_its_description(dtype, learn):
             np.testing.assert_array_equal(bits_of(want), got)
 
 
+def varint(data, at):
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+
+
+def plus(word, z, width):
+    """The word z (folded) steps after another in the order of the numbers, in unbounded integers."""
+    sign, full = 1 << (width - 1), 1 << width
+    place = full - 1 - word if word & sign else word + sign
+    place = (place + (-(z + 1) // 2 if z % 2 else z // 2)) % full
+    return place - sign if place & sign else full - 1 - place
+
+
+def reference_difference(payload, reference, unit):
+    g, n = unit.geometry, unit.tokens
+    width = LOW[g.dtype][0]
+    flat = np.concatenate([bits_of(a).ravel() for a in reference]).astype(object)
+    if payload[0] == SPARSE:
+        count, at, index = *struct.unpack_from("<I", payload, 1), 5, 0
+        for _ in range(count):
+            code, at = varint(payload, at)
+            index += code // 4
+            z = code % 4 + 1
+            if z == 4:
+                extra, at = varint(payload, at)
+                z += extra
+            flat[index] = plus(int(flat[index]), z, width)
+            index += 1
+        assert at == len(payload)
+    else:
+        assert payload[0] == DENSE
+        at, split = 1, g.heads * g.k_dim
+        z = np.zeros((split + g.heads * g.v_dim, n), object)
+        for byte in range(width // 8):
+            kind, at = payload[at], at + 1
+            if kind == 1:
+                plane, at = np.frombuffer(payload, np.uint8, z.size, at).reshape(z.shape), at + z.size
+            elif kind == 2:
+                size = struct.unpack_from("<I", payload, at)[0]
+                model = zstandard.ZstdDecompressor().decompress(payload[at + 4 : at + 4 + size])
+                at += 4 + size
+                size = struct.unpack_from("<I", payload, at)[0]
+                stream, at = payload[at + 4 : at + 4 + size], at + 4 + size
+                rows = [int(r >= split) for r in range(len(z))]
+                plane = rans_rows(stream, np.frombuffer(model, "<u2").reshape(2, 256), rows, n)
+            else:
+                plane = np.zeros(z.shape, int)
+            z += plane.astype(object) << (8 * byte)
+        assert at == len(payload)
+        back = [part.reshape(g.heads, d, n).transpose(0, 2, 1).ravel()
+                for part, d in ((z[:split], g.k_dim), (z[split:], g.v_dim))]  # fmt: skip
+        flat = np.array([plus(int(w), int(d), width) for w, d in zip(flat, np.concatenate(back), strict=True)])
+    flat = flat.astype(f"u{width // 8}")
+    keys, values = np.split(flat, [reference[0].size])
+    return keys.reshape(reference[0].shape), values.reshape(reference[1].shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("share", "mode"), [(0.004, SPARSE), (0.1, DENSE)])
+def test_differences_decode_from_their_description(dtype, share, mode):
+    rng = np.random.default_rng(2)
+    reference = gaussian(rng, 2, 75, (8, 6), dtype)
+    arrays = noisy(rng, reference, share)
+    # Across zero, far away, and the other way round.
+    bits_of_keys = arrays[0].view(f"u{arrays[0].itemsize}")
+    for token, change in ((3, 1 << (LOW[dtype][0] - 1)), (9, 0x55), (11, 2), (12, 3)):
+        bits_of_keys[0, token, 1] ^= bits_of_keys.dtype.type(change)
+    codec, _, identity = started(reference, dtype)
+    payload = check(codec, arrays, identity, reference)
+    assert payload[0] == mode
+    for want, got in zip(arrays, reference_difference(payload, reference, unit_of(arrays, identity)), strict=True):
+        np.testing.assert_array_equal(bits_of(want), got)
+
+
 # --- every bit -----------------------------------------------------------------------------------------------------
 
 shapes = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 31, 32, 33, 70]), st.integers(1, 9), st.integers(1, 9))
