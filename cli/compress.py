@@ -1,0 +1,73 @@
+"""``pltpack compress`` and ``pltpack append``: dumps in, archive out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pltpack_cli.options import (
+    PATH,
+    TIER,
+    archive_argument,
+    dump_options,
+    dumps_argument,
+    json_option,
+    no_dedup_option,
+)  # fmt: skip
+from pltpack_cli.output import print_json, print_stats
+from pltpack_cli.progress import progress_bars
+
+
+@click.command(short_help="Dumps in, a new archive out.")
+@dumps_argument
+@click.option("-o", "--output", type=PATH, required=True, metavar="ARCHIVE", help="Archive to write; must not exist.")
+@click.option("--quality", type=TIER, help="Quality tier, see above. [default: q4]")
+@no_dedup_option
+@click.option("--block", type=click.IntRange(min=1), default=32, show_default=True, metavar="TOKENS",
+              help="Tokens per block, the unit of sharing and paging; 16 to 32 are recommended.")  # fmt: skip
+@dump_options
+@click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", show_default=True,
+              help="Where to encode.")  # fmt: skip
+@json_option
+def compress(
+    dumps: tuple[Path, ...], output: Path, quality: str | None, no_dedup: bool, block: int, format_: str | None,
+    tokens: Path | None, device: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Compress dumps (files, or folders of files) into a new archive.
+
+    \b
+    Tiers:
+      lossless              bit-exact, for every dtype
+      q4, q3, q2, q1        groups of 8 values share one scale, 4 to 1 bits a value, first 4 tokens exact
+      turboquant-4, -3, -2  the per-vector baseline: random rotation, Lloyd-Max levels
+    """
+    import pltpack
+    from pltpack.errors import UnsupportedError
+
+    if device == "cuda":
+        raise UnsupportedError("--device cuda: codecs on a device are not in this version")
+    with progress_bars() as progress:
+        stats = pltpack.compress(dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_,
+                                 tokens=tokens, progress=progress)  # fmt: skip
+    print_json(stats) if as_json else print_stats(stats, output)
+
+
+@click.command(short_help="Add the sessions of dumps to an archive.")
+@archive_argument
+@dumps_argument
+@click.option("--quality", type=TIER, help="Quality tier of the new sessions. [default: the archive's own]")
+@no_dedup_option
+@dump_options
+@json_option
+def append(
+    archive: Path, dumps: tuple[Path, ...], quality: str | None, no_dedup: bool, format_: str | None,
+    tokens: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Add the sessions of dumps to an archive, as a new generation of it."""
+    import pltpack
+
+    with progress_bars() as progress:
+        stats = pltpack.append(archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_,
+                               tokens=tokens, progress=progress)  # fmt: skip
+    print_json(stats) if as_json else print_stats(stats, archive)

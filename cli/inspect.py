@@ -1,0 +1,116 @@
+"""``pltpack inspect``: what an archive holds, as a tree."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pltpack_cli.options import archive_argument, json_option
+from pltpack_cli.output import count, number, plain, print_json, size
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+
+@click.command(short_help="Show what an archive holds, as a tree.")
+@archive_argument
+@click.option("--session", "sessions", multiple=True, metavar="ID", help="Only this session; may be repeated.")
+@json_option
+def inspect(archive: Path, sessions: tuple[str, ...], as_json: bool) -> None:
+    """Show what an archive holds: identity, library segments, sessions with sizes, codec and mapping table."""
+    import pltpack
+    from pltpack.errors import NotFoundError
+
+    with pltpack.open(archive) as opened:
+        for session in sessions:
+            if session not in opened.sessions:
+                raise NotFoundError(f"no session {session!r}", archive)
+        description = opened.describe()
+    if sessions:
+        description["sessions"] = [entry for entry in description["sessions"] if entry["session"] in sessions]
+    if as_json:
+        print_json(description)
+    else:
+        _print_tree(description)
+
+
+def _print_tree(description: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def add(parent: Tree, label: str, fact: str = "") -> Tree:
+        return parent.add(Text.assemble((plain(label), "bold"), "  " if fact else "", plain(fact)))
+
+    stats = description["stats"]
+    blocks = f"blocks of {count(description['block'], 'token')}"
+    head = f"generation {description['generation']}, {stats['quality']}, {blocks}"
+    root = Tree(Text.assemble((plain(description["path"]), "bold"), "  ", head))
+    add(root, "size", f"{size(stats['archive_bytes'])} of {size(stats['raw_bytes'])} raw")
+    add(root, "saved", f"ratio {number(stats['ratio'], 2, 'x')}, {number(stats['bits_per_element'], 3)} bits/element, "
+        f"dedup hit rate {number(100 * stats['dedup_hit_rate'], 1, ' %')}")  # fmt: skip
+    identity = add(root, "identity", f"sha256 {description['identity_sha256'][:16]}…")
+    for field, value in description["identity"].items():
+        add(identity, field, _layers(value) if field == "layers" else _value(value))
+    segments = description["libraries"]
+    libraries = add(root, "library", f"{count(len(segments), 'segment')}, {size(stats['library_bytes'])}")
+    for segment in segments:
+        _add_library(add, libraries, segment)
+    shown = description["sessions"]
+    part = f"{len(shown)} of " if len(shown) < stats["sessions"] else ""
+    sessions = add(root, "sessions", f"{part}{count(stats['sessions'], 'session')}, {count(stats['tokens'], 'token')}")
+    for entry in shown:
+        _add_session(add, sessions, entry)
+    # A reader of a file or a pipe wants whole lines; rich itself would end the program on a closed pipe.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    with console.capture() as captured:
+        console.print(root)
+    click.echo(captured.get(), nl=False)
+
+
+def _add_library(add: Callable[..., Tree], parent: Tree, segment: Mapping[str, Any]) -> None:
+    codecs = ", ".join(_codec(state) for state in segment["codecs"])
+    branch = add(parent, segment["file"], f"{size(segment['bytes'])}, {codecs}")
+    for node in segment["nodes"]:
+        start, tokens = node["position"], node["tokens"]
+        behind = "" if node["parent"] is None else f", behind node {node['parent']}"
+        add(branch, f"node {node['node']}", f"tokens {start}:{start + tokens}, {count(node['visits'], 'session')}, "
+            f"{count(node['units'], 'unit')}, {size(node['bytes'])}{behind}")  # fmt: skip
+
+
+def _add_session(add: Callable[..., Tree], parent: Tree, entry: Mapping[str, Any]) -> None:
+    shared = f" ({entry['shared_tokens']:,} shared)" if entry["shared_tokens"] else ""
+    branch = add(parent, entry["session"], f"{count(entry['tokens'], 'token')}{shared}, {_codec(entry)}, "
+                 f"raw {size(entry['raw_bytes'])}, shard {size(entry['bytes'])}")  # fmt: skip
+    add(branch, entry["file"], count(entry["units"], "unit")
+        + (f", corrections {size(entry['correction_bytes'])}" if entry["correction_bytes"] else ""))  # fmt: skip
+    for row in entry["mapping"]:
+        start, length = row["session_start"], row["length"]
+        shift = f", moved by {row['position_shift']}" if row["position_shift"] else ""
+        add(branch, f"tokens {start}:{start + length}",
+            f"from {row['library']}, node {row['node']}, its token {row['node_start']}{shift}")  # fmt: skip
+
+
+def _codec(state: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key}={value}" for key, value in state["config"].items())
+    return f"{state['codec']} ({settings})" if settings else str(state["codec"])
+
+
+def _layers(layers: Sequence[Mapping[str, Any]]) -> str:
+    runs = []
+    for layer, same in itertools.groupby(layers):
+        window = f", window {layer['window']}" if "window" in layer else ""
+        runs.append(f"{len(list(same))} × ({count(layer['heads'], 'head')}, K {layer['k_dim']}, V {layer['v_dim']}, "
+                    f"{layer['dtype']}{window})")  # fmt: skip
+    return ", ".join(runs)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={item}" for key, item in value.items())
+    return str(value)

@@ -1,0 +1,79 @@
+"""Options and parameter types that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+
+#: Identity fields that a loader may take unknown; the order of ``pltpack.snapshot.Identity``.
+IDENTITY_FIELDS = ("model", "weights", "tokenizer", "rope", "keys", "layers", "tp_rank", "tp_size", "salt")
+
+
+class Span(click.ParamType):
+    """``A:B`` as a slice: from A up to and without B; either side may be left out."""
+
+    name = "A:B"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> slice:
+        """Parse one span; an empty or backward one is a mistake, not an empty selection."""
+        if isinstance(value, slice):
+            return value
+        found = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", value, re.ASCII)
+        if not found:
+            self.fail(f"{value!r} is not A:B with whole numbers, A included and B not", param, ctx)
+        start, stop = (int(side) if side else None for side in found.groups())
+        if stop is not None and (start or 0) >= stop:
+            self.fail(f"{value!r} is empty: A must be less than B", param, ctx)
+        return slice(start, stop)
+
+
+class Name(click.ParamType):
+    """A name that the library checks; known ones complete in the shell."""
+
+    def __init__(self, name: str, known: Callable[[], list[str]]) -> None:
+        self.name = name
+        self._known = known
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Known names that start with what was typed."""
+        return [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
+
+
+def _tiers() -> list[str]:
+    from pltpack.codec.registry import TIERS
+
+    return list(TIERS)
+
+
+def _formats() -> list[str]:
+    from pltpack.dumps.registry import format_names
+
+    return format_names()
+
+
+TIER = Name("TIER", _tiers)
+FORMAT = Name("FORMAT", _formats)
+
+archive_argument = click.argument("archive", type=PATH)
+dumps_argument = click.argument("dumps", metavar="DUMP...", type=PATH, nargs=-1, required=True)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+no_dedup_option = click.option(
+    "--no-dedup", is_flag=True, help="Store every session alone, even where sessions share a prefix."
+)
+
+
+def dump_options(command: Decorated) -> Decorated:
+    """How dumps are read: ``--from`` and ``--tokens``."""
+    command = click.option("--tokens", type=PATH, metavar="FILE",
+                           help="JSON file of token ids, for dumps that hold none.")(command)  # fmt: skip
+    return click.option("--from", "format_", type=FORMAT,
+                        help="Format of the dumps. [default: told by their content]")(command)  # fmt: skip

@@ -1,0 +1,85 @@
+"""Print results: numbers with units, aligned lines, JSON. Bytes are exact with binary units beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def short_size(count: float) -> str:
+    """A byte count in three or four figures, with a binary unit."""
+    step = 0
+    while abs(count) >= 1023.95 and step < len(_UNITS) - 1:
+        count /= 1024
+        step += 1
+    return f"{count:,.0f} {_UNITS[0]}" if step == 0 else f"{count:,.1f} {_UNITS[step]}"
+
+
+def size(count: int) -> str:
+    """A byte count, exact, and beside it in a binary unit where that is shorter."""
+    return f"{count:,} bytes" + (f" ({short_size(count)})" if count >= 1024 else "")
+
+
+def number(value: float, digits: int, suffix: str = "") -> str:
+    """A figure with `digits` decimals."""
+    return f"{value:,.{digits}f}{suffix}"
+
+
+def count(amount: int, singular: str) -> str:
+    """An amount with its noun."""
+    return f"{amount:,} {singular}{'' if amount == 1 else 's'}"
+
+
+def plain(text: object) -> str:
+    """Text safe to print on a terminal: names come from files, so control characters are shown, not sent."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print label and value pairs, aligned."""
+    table = list(rows)
+    width = max((len(label) for label, _ in table), default=0)
+    for label, value in table:
+        click.echo(f"{label:<{width}}  {plain(value)}")
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print one JSON object; numbers that JSON does not know become null."""
+    click.echo(json.dumps(_jsonable(data), indent=2, allow_nan=False))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return _jsonable(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_stats(stats: Mapping[str, Any], archive: object) -> None:
+    """Print what an archive holds and saves, for people; `stats` is what the library gives."""
+    shared = stats["shared_tokens"]
+    print_rows([
+        ("archive", str(archive)),
+        ("quality", str(stats["quality"])),
+        ("sessions", f"{stats['sessions']:,}"),
+        ("tokens", f"{stats['tokens']:,}" + (f" ({shared:,} shared)" if shared else "")),
+        ("raw", size(stats["raw_bytes"])),
+        ("packed", size(stats["archive_bytes"])),
+        ("  library", size(stats["library_bytes"])),
+        ("  shards", size(stats["shard_bytes"])),
+        ("ratio", number(stats["ratio"], 2, "x")),
+        ("bits/element", number(stats["bits_per_element"], 3)),
+        ("dedup hit rate", number(100 * stats["dedup_hit_rate"], 1, " %")),
+    ])  # fmt: skip
