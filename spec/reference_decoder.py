@@ -1,0 +1,252 @@
+"""Educational decoder of pltpack archives, written from spec/format.md and spec/codecs.md alone.
+
+Usage: python reference_decoder.py ARCHIVE OUT
+
+Writes one safetensors file per session to the new folder OUT, byte by byte as ``pltpack decompress --to safetensors``
+does. Checks every SHA-256 digest and every rule of the tables; the XXH3-64 checksums of units are not computed, as the
+digest of the payload covers the same bytes. A damaged archive gives one line on standard error and exit code 2.
+
+Imports numpy, zstandard and the standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from reference_container import (
+    NODE,
+    NONE,
+    RUN,
+    Container,
+    canonical,
+    natural,
+    quoted_name,
+    read_container,
+    read_manifest,
+    read_state,
+    read_units,
+)
+from reference_group import Group
+from reference_lossless import Lossless
+from reference_numbers import DamagedError, KeyValue, Unit, need
+from reference_turboquant import TurboQuant
+
+CODECS: dict[str, Any] = {"lossless": Lossless, "group": Group, "turboquant": TurboQuant}
+
+# --- library segments -------------------------------------------------------------------------------------------
+
+
+class Library:
+    """A library segment."""
+
+    def __init__(self, folder: Path, entry: dict[str, Any], identity: dict[str, Any]) -> None:
+        self.identity, self.file = identity, entry["file"]
+        self.container = read_container(folder, entry, identity, "library")
+        others, self.salts = self.container.list("libraries"), self.container.list("salts")
+        need(all(isinstance(other, str) for other in others), "metadata 'libraries' is malformed")
+        need(all(salt is None or isinstance(salt, str) for salt in self.salts), "metadata 'salts' is malformed")
+        self.states = self.container.list("states")
+        self.units = read_units(self.container, identity, len(self.states))
+        self.tokens = self.container.array("trie.tokens", "I32")
+        self.nodes = self.container.table("trie.nodes", NODE)
+        token = first = 0
+        for index, node in enumerate(self.nodes):
+            length, count = int(node["length"]), int(node["unit_count"])
+            good = length >= 1 and node["token_offset"] == token and node["first_unit"] == first
+            good = good and int(node["position"]) + length <= 1 << 28 and node["tenant"] < len(self.salts)
+            good = good and node["parent_library"] <= len(others)
+            own = node["parent_library"] == 0 and node["parent"] != NONE
+            need(good and not (own and node["parent"] >= index), f"trie node {index} breaks the rules")
+            token, first = token + length, first + count
+            self.check_tiling(index, length, self.units[first - count : first])
+        need(token == len(self.tokens) and first == len(self.units), "trie nodes do not cover the tables")
+        self.codecs: dict[int, Any] = {}
+
+    def check_tiling(self, index: int, length: int, units: np.ndarray) -> None:
+        """A node's units cover its tokens, layer by layer."""
+        layer = at = 0
+        for unit in units:
+            good = unit["node"] == index and unit["flags"] == 0 and unit["layer"] == layer
+            need(good and unit["token_start"] == at, f"trie node {index} has units that do not fit")
+            at += int(unit["token_count"])
+            if at == length:
+                layer, at = layer + 1, 0
+        need(at == 0 and layer == len(self.identity["layers"]), f"trie node {index} is not covered by its units")
+
+    def codec(self, index: int) -> Any:
+        """The codec of a state, made once."""
+        if index not in self.codecs:
+            entry = self.states[index]
+            good = isinstance(entry, dict) and set(entry) == {"codec", "config"} and isinstance(entry["config"], dict)
+            need(good and isinstance(entry["codec"], str), f"codec state {index} is malformed")
+            need(entry["codec"] in CODECS, f"unknown codec {entry['codec']!r}")
+            state = read_state(self.container.array(f"codec.state.{index}", "U8"))
+            self.codecs[index] = CODECS[entry["codec"]](entry["config"], state, self.identity)
+        return self.codecs[index]
+
+
+# --- shards and sessions ----------------------------------------------------------------------------------------
+
+
+class Shard:
+    """A session's shard."""
+
+    def __init__(
+        self, folder: Path, entry: dict[str, Any], identity: dict[str, Any], known: dict[str, Library]
+    ) -> None:
+        self.identity = identity
+        self.container = read_container(folder, entry, identity, "shard")
+        metadata = self.container.metadata
+        same = metadata["session"] == entry["session"] and metadata.get("salt") == entry.get("salt")
+        need(same, "shard belongs to another session than the manifest says")
+        digests = self.container.list("libraries")
+        need(all(isinstance(d, str) and d in known for d in digests), "shard refers to a segment that is not there")
+        self.libraries = [known[digest] for digest in digests]
+        self.states = self.container.list("states")
+        for pair in self.states:
+            good = isinstance(pair, list) and len(pair) == 2 and natural(pair[0], 0, len(digests) - 1)
+            need(good and natural(pair[1], 0, len(self.libraries[pair[0]].states) - 1), "a codec state is not there")
+        self.tokens = self.container.array("tokens", "I32")
+        need(len(self.tokens) == entry["tokens"], "shard has another number of tokens than the manifest says")
+        self.units = read_units(self.container, identity, len(self.states))
+        before = (0, 0)
+        for unit in self.units:
+            place = (int(unit["layer"]), int(unit["token_start"]))
+            end = place[1] + int(unit["token_count"])
+            need(unit["node"] == NONE and place >= before, "units overlap or are out of order")
+            need(end <= len(self.tokens), "a unit reaches beyond the session's end")
+            before = (place[0], end)
+        self.runs = self.container.table("map", RUN)
+        end = 0
+        for index, run in enumerate(self.runs):
+            need(
+                run["session_start"] >= end and run["length"] >= 1, f"row {index} of the mapping table breaks the rules"
+            )
+            end = int(run["session_start"]) + int(run["length"])
+            need(end <= len(self.tokens), f"row {index} of the mapping table leaves the session")
+            self.check_run(run, entry.get("salt"))
+
+    def check_run(self, run: np.void, salt: str | None) -> None:
+        """A row of the mapping table fits its node."""
+        need(run["library"] < len(self.libraries) and run["position_shift"] == 0, "a mapping row breaks the rules")
+        library = self.libraries[run["library"]]
+        need(run["node"] < len(library.nodes), "a mapping row names a node that is not there")
+        node = library.nodes[run["node"]]
+        first, length, start = int(run["node_start"]), int(run["length"]), int(run["session_start"])
+        need(
+            first + length <= node["length"] and int(node["position"]) + first == start, "a mapping row leaves its node"
+        )
+        need(library.salts[node["tenant"]] == salt, "a mapping row points to another tenant's node")
+        at = int(node["token_offset"]) + first
+        same = np.array_equal(library.tokens[at : at + length], self.tokens[start : start + length])
+        need(same, "a mapping row points to a node of other tokens")
+
+    def layer(self, index: int) -> KeyValue:
+        """Keys and values of one layer, as words."""
+        shape = self.identity["layers"][index]
+        unit = Unit(index, shape["heads"], shape["k_dim"], shape["v_dim"], shape["dtype"], len(self.tokens), 0)
+        keys, values = (np.zeros(size, unit.word) for size in unit.shapes)
+        mapped, covered = (np.zeros(len(self.tokens), bool) for _ in range(2))
+        for run in self.runs:
+            library, start = self.libraries[run["library"]], int(run["session_start"])
+            node, stop = library.nodes[run["node"]], start + int(run["length"])
+            units = library.units[node["first_unit"] : node["first_unit"] + node["unit_count"]]
+            for record in units[units["layer"] == index]:
+                at = int(node["position"]) + int(record["token_start"])
+                low, high = max(at, start), min(at + int(record["token_count"]), stop)
+                if low < high:
+                    found = decode_unit(library.container, record, library.codec(record["state"]), unit, at, None)
+                    keys[:, low:high] = found[0][:, low - at : high - at]
+                    values[:, low:high] = found[1][:, low - at : high - at]
+                    mapped[low:high] = covered[low:high] = True
+        for record in self.units[self.units["layer"] == index]:
+            at, end = int(record["token_start"]), int(record["token_start"]) + int(record["token_count"])
+            number, state = self.states[record["state"]]
+            reference = None
+            if record["flags"]:
+                need(mapped[at:end].all(), "a unit needs a reference that the mapping table does not give")
+                reference = keys[:, at:end].copy(), values[:, at:end].copy()
+            codec = self.libraries[number].codec(state)
+            keys[:, at:end], values[:, at:end] = decode_unit(self.container, record, codec, unit, at, reference)
+            covered[at:end] = True
+        gaps = np.flatnonzero(~covered)
+        need(len(gaps) == 0, f"no unit holds layer {index}, token {gaps[:1].sum()}")
+        return keys, values
+
+
+def decode_unit(container: Container, record: np.void, codec: Any, layer: Unit, position: int,
+                reference: KeyValue | None) -> KeyValue:  # fmt: skip
+    """Decode one unit of the index."""
+    unit = dataclasses.replace(layer, tokens=int(record["token_count"]), position=position)
+    first = int(record["offset"])
+    payload = container.tensors["unit.payload"][first : first + int(record["length"])].tobytes()
+    out: KeyValue = codec.decode(payload, unit, reference)
+    return out
+
+
+# --- dumps ------------------------------------------------------------------------------------------------------
+
+
+def write_dump(path: Path, session: str, salt: str | None, shard: Shard) -> None:
+    """Write one session as a safetensors file (section "Dumps")."""
+    tensors: list[tuple[str, str, np.ndarray]] = [("tokens", "I32", shard.tokens)]
+    for index, shape in enumerate(shard.identity["layers"]):
+        keys, values = shard.layer(index)
+        tensors += [(f"layers.{index}.keys", shape["dtype"], keys), (f"layers.{index}.values", shape["dtype"], values)]
+    tensors.sort(key=lambda tensor: -tensor[2].dtype.itemsize)
+    identity = shard.identity if salt is None else {**shard.identity, "salt": salt}
+    metadata = {"pltpack.dump": "1", "session": session, "identity": canonical(identity)}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, dtype, array in tensors:
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, _, array in tensors:
+            file.write(np.ascontiguousarray(array).tobytes())
+
+
+def decode(folder: Path, out: Path) -> None:
+    """Decode all sessions of an archive into a new folder."""
+    at = folder / "MANIFEST.json"
+    try:
+        need(at.is_file(), "not an archive (no MANIFEST.json)")
+        body = read_manifest(folder)
+        known = {}
+        for entry in body["libraries"]:
+            at = folder / entry["file"]
+            known[entry["head_sha256"]] = Library(folder, entry, body["identity"])
+        out.mkdir(parents=True)
+        for entry in body["sessions"]:
+            at = folder / entry["file"]
+            shard = Shard(folder, entry, body["identity"], known)
+            write_dump(out / f"{quoted_name(entry['session'])}.safetensors", entry["session"], entry.get("salt"), shard)
+    except DamagedError as error:
+        raise DamagedError(f"{os.fspath(at)}: {error}") from None
+
+
+def main(arguments: list[str]) -> int:
+    """Command line; returns the exit code."""
+    if len(arguments) != 2:
+        print("usage: python reference_decoder.py ARCHIVE OUT", file=sys.stderr)
+        return 2
+    try:
+        decode(Path(arguments[0]), Path(arguments[1]))
+    except (DamagedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
