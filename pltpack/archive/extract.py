@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -108,13 +109,33 @@ class _Window:
         return self._whole.layer(self._layers[index], self._start + start, self._start + stop)
 
 
+class _Counted:
+    """A `LayerSource` that reports the tokens of each layer the first time they are read."""
+
+    def __init__(self, snapshot: Snapshot, advance: Callable[[int], None]) -> None:
+        self._snapshot, self._advance = snapshot, advance
+        self._seen = [0] * len(snapshot.identity.layers)
+
+    def layer(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `pltpack.snapshot.LayerSource.layer`."""
+        arrays = self._snapshot.layer(index, start, stop)
+        # A writer may ask for keys and values apart, and so twice for the same tokens.
+        fresh = max(0, stop - max(start, self._seen[index]))
+        self._seen[index] = max(self._seen[index], stop)
+        self._advance(fresh * self._snapshot.identity.layers[index].bytes_per_token)
+        return arrays
+
+
 def _counted(snapshots: Sequence[Snapshot], progress: Progress) -> Iterator[Snapshot]:
     total, done = sum(s.raw_bytes for s in snapshots), 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress("decode", done, total)
+
     for snapshot in snapshots:
-        progress("decode", done, total)
-        yield snapshot
-        done += snapshot.raw_bytes
-        progress("decode", done, total)
+        yield dataclasses.replace(snapshot, source=_Counted(snapshot, advance))
 
 
 def verify(
