@@ -19,7 +19,16 @@ import numpy as np
 
 from pltpack.dumps import base
 from pltpack.dumps.atomic import make_folder, replacing
-from pltpack.dumps.hdf5_guard import SIGNATURE, check_dataset, child, member_names, opened, translated
+from pltpack.dumps.hdf5_guard import (
+    SIGNATURE,
+    check_dataset,
+    check_heaps,
+    check_sizes,
+    child,
+    member_names,
+    opened,
+    translated,
+)
 from pltpack.dumps.tensor_layout import identity_json
 from pltpack.dumps.tokens import TokenLookup, token_ids
 from pltpack.errors import DumpError, UnsupportedError
@@ -49,7 +58,9 @@ class Hdf5Format(base.DumpFormat):
         """See `DumpFormat.read`."""
         name = os.fspath(path.absolute())
         stamp = base.FileStamp.of(path)
+        check_heaps(path)
         with translated(path), opened(name, stamp) as file:
+            check_sizes(file)
             ids = member_names(child(file, "sessions", "group"), MAX_SESSIONS)
         for group in ids:
             with translated(path), opened(name, stamp) as file:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pltpack.dumps.base import FileStamp
 from pltpack.errors import DumpError, PltpackError, UnsupportedError
@@ -21,6 +21,11 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # Deflate and lzf cannot expand data further than this.
 _MAX_EXPANSION = 1032
 _MAX_CHUNK = 256 << 20
+# Signature and version of a global heap; its header and those of its objects are of one size.
+_HEAP = b"GCOL\x01"
+_HEAP_HEADER = 16
+_LEAST_HEAP = 4096
+_SEARCH_BYTES = 8 << 20
 _lock = threading.RLock()
 _FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
 
@@ -51,6 +56,57 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # h5py raises nearly every built-in exception on damaged files
         fact = " ".join(str(error).split())[:200]
         raise DumpError(f"is not a sound HDF5 dump ({fact or type(error).__name__})", Path(path)) from None
+
+
+def check_heaps(path: str | os.PathLike[str]) -> None:
+    """Refuse a file in which a global heap (variable-length strings) has a free object of size 0.
+
+    The HDF5 library never gets past such an object: reading one string would hang for ever. Heaps have no index, so
+    the file is searched for their signature (HDF5 file format specification, III.E), a few seconds for 10 GB.
+
+    Raises
+    ------
+    DumpError
+        If there is one.
+    """
+    size = os.stat(path).st_size
+    # Sound heaps do not overlap, so their objects are at most so many; more would be a file made to keep us busy.
+    budget = size // _HEAP_HEADER
+    with open(path, "rb") as file:
+        for start in range(0, size, _SEARCH_BYTES):
+            file.seek(start)
+            part = file.read(_SEARCH_BYTES + len(_HEAP) - 1)
+            at = part.find(_HEAP)
+            while at >= 0:
+                budget -= _check_heap(file, start + at, size, budget)
+                at = part.find(_HEAP, at + 1)
+
+
+def _check_heap(file: BinaryIO, start: int, size: int, budget: int) -> int:
+    """Walk over a heap's objects; returns their number."""
+    file.seek(start + 8)
+    length = int.from_bytes(file.read(8), "little")
+    if not _LEAST_HEAP <= length <= size - start:
+        return 0
+    at, end, count = start + _HEAP_HEADER, start + length, 0
+    while at + _HEAP_HEADER <= end:
+        count += 1
+        if count > budget:
+            raise DumpError("has string heaps that overlap")
+        file.seek(at)
+        head = file.read(_HEAP_HEADER)
+        index, used = int.from_bytes(head[:2], "little"), int.from_bytes(head[8:], "little")
+        if index == 0 and used == 0:
+            raise DumpError("has a string heap that cannot be read to its end")
+        # A free object counts its own header in its size, a used one does not.
+        at += used if index == 0 else _HEAP_HEADER + (used + 7) // 8 * 8
+    return count
+
+
+def check_sizes(file: Any) -> None:
+    """Refuse a file whose offsets or lengths are not of 8 bytes, as all are that anyone writes by default."""
+    if tuple(file.id.get_create_plist().get_sizes()) != (8, 8):
+        raise UnsupportedError("uses HDF5 offsets or lengths of other than 8 bytes")
 
 
 def member_names(group: Any, limit: int) -> list[str]:
