@@ -21,6 +21,8 @@ from pltpack.snapshot import DTYPES, Identity, Snapshot
 
 #: Layers that a sequential reader decodes ahead of the one it is asked for.
 LOOKAHEAD = 3
+#: Longer token ranges of one layer are decoded in pieces of this many tokens, in parallel.
+PIECE_TOKENS = 4096
 
 
 class Archive:
@@ -176,6 +178,8 @@ class ShardSource:
 
     def layer(self, index: int, start: int, stop: int) -> KeyValue:
         """See `pltpack.snapshot.LayerSource.layer`."""
+        if stop - start > PIECE_TOKENS:
+            return self._in_pieces(index, start, stop)
         with self._lock:
             wanted = range(index, min(index + LOOKAHEAD, len(self._archive.identity.layers)))
             for stale in [key for key in self._ahead if key[0] not in wanted or key[1:] != (start, stop)]:
@@ -185,6 +189,14 @@ class ShardSource:
                     self._ahead[ahead, start, stop] = self._archive.pool.submit(self._decode, ahead, start, stop)
             future = self._ahead.pop((index, start, stop))
         return future.result()
+
+    def _in_pieces(self, index: int, start: int, stop: int) -> KeyValue:
+        # A long layer keeps all threads busy by itself; decoding other layers ahead would only take memory.
+        starts = range(start, stop, PIECE_TOKENS)
+        pool = self._archive.pool
+        pieces = [pool.submit(self._decode, index, at, min(at + PIECE_TOKENS, stop)) for at in starts]
+        done = [piece.result() for piece in pieces]
+        return np.concatenate([keys for keys, _ in done], axis=1), np.concatenate([v for _, v in done], axis=1)
 
     def _decode(self, layer: int, start: int, stop: int) -> KeyValue:
         return decode_layer(self._shard, layer, start, stop)
