@@ -1,0 +1,218 @@
+"""Decoding of the group codec's payloads; the bitstream is described in `pltpack.codec.group`."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pltpack.codec import quantize, rans, tokens
+from pltpack.codec.base import KeyValue, Unit
+from pltpack.codec.levels import CLASSES, STEP_CODES, step_of
+from pltpack.codec.payload import Reader
+from pltpack.codec.rope import Rotation
+from pltpack.snapshot import DTYPES, LayerGeometry
+
+REFERENCED, OWN_MEANS = 1, 2
+HEADER = struct.Struct("<B3xIII")
+#: `own means` count in this share of the head's step.
+MEAN_UNIT = np.float32(0.25)
+
+_LARGEST = {DTYPES[name]: np.float32(x) for name, x in (("F16", 65504), ("F8_E4M3", 448), ("F8_E5M2", 57344))}
+
+_NO_TURN = np.zeros((0, 0), dtype=np.float32)
+_NO_TURN.flags.writeable = False
+_NO_WORDS = np.empty((0, 0, 0), dtype=np.uint16)
+_NO_FLOATS = np.empty((0, 0, 0), dtype=np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer's part of the state: means float32 ``[H, 1, 2 P]`` of keys and values, step codes, usual norm."""
+
+    geometry: LayerGeometry
+    means: tuple[np.ndarray, np.ndarray]
+    codes: np.ndarray
+    norm: float
+    rotation: Rotation | None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Key and value dimension."""
+        return self.geometry.k_dim, self.geometry.v_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """The fixed part of a payload, checked."""
+
+    flags: int
+    codes: np.ndarray
+    bases: np.ndarray
+    classes: np.ndarray
+    means: np.ndarray
+    escapes: np.ndarray
+    stream: int
+
+
+def pairs(dim: int) -> int:
+    """Symbols per row of a head."""
+    return (dim + 1) // 2
+
+
+def padded(x: np.ndarray) -> np.ndarray:
+    """Float32, contiguous, with an even last axis."""
+    x = np.asarray(x, dtype=np.float32)
+    if x.shape[-1] % 2:
+        x = np.pad(x, ((0, 0), (0, 0), (0, 1)))
+    return np.ascontiguousarray(x)
+
+
+def unrotated(arrays: KeyValue, layer: Layer, unit: Unit) -> KeyValue:
+    """Keys and values in binary32, keys without their rotation; what is not finite stays so, without a warning."""
+    with np.errstate(all="ignore"):
+        keys, values = (np.ascontiguousarray(a, dtype=np.float32) for a in arrays)
+        return keys if layer.rotation is None else layer.rotation.unrotate(keys, unit.position), values
+
+
+def own_means(numbers: np.ndarray, codes: np.ndarray, layer: Layer) -> KeyValue:
+    """Float32 ``[H, 1, 2 P]`` from a payload's int16 means of all channels."""
+    heads = layer.geometry.heads
+    out, at = [], 0
+    for part, dim in enumerate(layer.dims):
+        scale = np.array([MEAN_UNIT * step_of(int(c)) for c in codes[part * heads : (part + 1) * heads]], np.float32)
+        found = numbers[at : at + heads * dim].reshape(heads, 1, dim).astype(np.float32)
+        out.append(padded(found * scale[:, None, None]))
+        at += heads * dim
+    return out[0], out[1]
+
+
+def decode(
+    payload: memoryview,
+    layer: Layer,
+    unit: Unit,
+    out: KeyValue,
+    reference: KeyValue | None,
+    tables: np.ndarray,
+    shrink: np.ndarray,
+) -> None:
+    """Decode one unit into `out`; `ValueError` if the payload is malformed."""
+    reader = Reader(payload)
+    header = _header(reader, layer, unit)
+    if header.flags & REFERENCED:
+        if reference is None:
+            raise ValueError("payload needs a reference")
+        predictions = tuple(padded(x) for x in unrotated(reference, layer, unit))
+    elif header.flags & OWN_MEANS:
+        predictions = own_means(header.means, header.codes, layer)
+    else:
+        predictions = layer.means
+    heads, halves = layer.geometry.heads, [pairs(dim) for dim in layer.dims]
+    kinds = np.empty(4 * heads * unit.tokens, dtype=np.int64)
+    coded, exact, *sizes = quantize.plan(header.classes, header.bases, *halves, kinds)
+    low = [reader.array(size, "u1") for size in sizes]
+    itemsize = DTYPES[layer.geometry.dtype].itemsize
+    rest = [reader.array(heads * exact * dim * (itemsize - 1), "u1") for dim in layer.dims]
+    symbols = _symbols(reader, header, kinds, halves, (heads * coded, 2 * heads * exact), tables)
+    used = 0
+    for part in (0, 1):
+        used += _decode_part(part, layer, unit, header, predictions[part], symbols[part][0], low[part],
+                             header.escapes[used:], shrink, out[part])  # fmt: skip
+        if exact:
+            where = np.flatnonzero(header.classes == tokens.EXACT)
+            _place_exact(symbols[part][1], rest[part], where, out[part])
+        if header.flags & REFERENCED and reference is not None:
+            where = np.flatnonzero(header.classes == tokens.COPY)
+            out[part][:, where] = reference[part][:, where]
+    if used != header.escapes.size:
+        raise ValueError("payload has a wrong number of escapes")
+
+
+def _header(reader: Reader, layer: Layer, unit: Unit) -> Header:
+    heads, channels = layer.geometry.heads, layer.geometry.elements_per_token
+    flags, runs, escapes, stream = HEADER.unpack(reader.take(HEADER.size))
+    if flags not in (0, REFERENCED, OWN_MEANS) or escapes % 2:
+        raise ValueError("payload header is damaged")
+    codes, bases = reader.array(2 * heads, "<i2"), reader.array(2 * heads, "u1")
+    if not quantize.in_range(codes, bases, *STEP_CODES):
+        raise ValueError("a step or a table class is out of range")
+    classes = tokens.unpack_runs(reader.array(runs, "u1"), unit.tokens)
+    if not flags & REFERENCED and tokens.COPY in classes:
+        raise ValueError("payload copies tokens of no reference")
+    means = reader.array(channels if flags & OWN_MEANS else 0, "<i2")
+    found = reader.array(escapes, "<i2").astype(np.int16)
+    return Header(flags, codes, bases, classes, means, found, stream)
+
+
+def _symbols(reader: Reader, header: Header, kinds: np.ndarray, halves: list[int], counts: tuple[int, int],
+             tables: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+    """Quantized and exact symbol rows of keys and of values; `counts` of each per part."""
+    coded, exact = counts
+    first = reader.take(header.stream)
+    if halves[0] == halves[1]:
+        reader.end()
+        out = np.empty((2 * (coded + exact), halves[0]), dtype=np.uint8)
+        rans.decode(first, kinds[: len(out)], tables, out)
+        middle = 2 * coded + exact
+        return [(out[:coded], out[2 * coded : middle]), (out[coded : 2 * coded], out[middle:])]
+    found = []
+    for part, stream in enumerate((first, reader.rest())):
+        at, end = part * coded, 2 * coded + part * exact
+        rows = np.concatenate([kinds[at : at + coded], kinds[end : end + exact]])
+        out = np.empty((coded + exact, halves[part]), dtype=np.uint8)
+        rans.decode(stream, rows, tables, out)
+        found.append((out[:coded], out[coded:]))
+    return found
+
+
+def _decode_part(part: int, layer: Layer, unit: Unit, header: Header, prediction: np.ndarray, symbols: np.ndarray,
+                 low: np.ndarray, escapes: np.ndarray, shrink: np.ndarray, out: np.ndarray) -> int:  # fmt: skip
+    """Dequantize all heads of keys or values; gives the number of escaped values used."""
+    heads, dim = layer.geometry.heads, layer.dims[part]
+    kind, cos, sin = 0, _NO_TURN, _NO_TURN
+    if part == 0 and layer.rotation is not None:
+        kind = 2 if layer.rotation.interleaved else 1
+        cos, sin = layer.rotation.tables(unit.position, unit.tokens)
+    words, floats = _NO_WORDS, _NO_FLOATS
+    direct = out.dtype == ml_dtypes.bfloat16 and out[0].flags.c_contiguous
+    if direct:
+        words = out.view(np.uint16)
+    elif out.dtype == ml_dtypes.bfloat16:
+        words = np.empty(out.shape, dtype=np.uint16)
+    else:
+        floats = np.zeros(out.shape, dtype=np.float32)
+    used = int(quantize.dequantize(
+        symbols.reshape(-1), header.classes, header.bases[part * heads : (part + 1) * heads],
+        header.codes[part * heads : (part + 1) * heads], shrink[part * CLASSES : (part + 1) * CLASSES],
+        prediction.reshape(-1), int(prediction.shape[1] > 1), low, escapes, kind, cos.reshape(-1), sin.reshape(-1),
+        words, floats, pairs(dim),
+    ))  # fmt: skip
+    if used < 0:
+        raise ValueError("payload has too few escapes")
+    if not direct:
+        coded = header.classes <= tokens.FINEST
+        out[:, coded] = _rounded(words if words.size else floats, out.dtype)[:, coded]
+    return used
+
+
+def _rounded(target: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    if target.dtype == np.uint16:
+        return target.view(dtype)
+    if dtype == np.float32:
+        return target
+    # Narrow types have no room above their largest value: what would round to infinity or NaN is that value.
+    largest = _LARGEST[dtype]
+    clipped: np.ndarray = np.clip(target, -largest, largest).astype(dtype)
+    return clipped
+
+
+def _place_exact(symbols: np.ndarray, rest: np.ndarray, where: np.ndarray, out: np.ndarray) -> None:
+    heads, _, dim = out.shape
+    itemsize = out.dtype.itemsize
+    words = np.empty((heads, len(where), dim, itemsize), dtype=np.uint8)
+    words[..., itemsize - 1] = symbols.reshape(heads, len(where), -1)[..., :dim]
+    words[..., : itemsize - 1] = rest.reshape(heads, len(where), dim, itemsize - 1)
+    out[:, where] = words.view(f"<u{itemsize}")[..., 0].astype(f"=u{itemsize}").view(out.dtype)

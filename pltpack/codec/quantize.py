@@ -1,0 +1,335 @@
+"""Hot loops of the group codec, one attention head at a time; the bitstream is described in `pltpack.codec.group`.
+
+All arithmetic on values is single binary32 operations in the order written; nothing is contracted or reassociated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from pltpack.codec import vectors
+from pltpack.codec.levels import CLASSES, POWERS, RAW_BITS
+from pltpack.codec.tokens import EXACT, FINEST
+from pltpack.codec.vectors import BLOCK
+
+#: A quantized value beyond this makes its token exact.
+LARGEST = 32000
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _step(code: int) -> Any:
+    return POWERS[code & 7] * np.float32(2.0 ** (code >> 3))
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _table_class(base: Any, token: Any) -> Any:
+    return min(np.int64(base) + np.int64(token), np.int64(CLASSES - 1))
+
+
+@numba.njit(nogil=True, cache=True)
+def energy(x: Any, prediction: Any, moving: int, classes: Any, out: Any) -> None:
+    """Sum over coded tokens of squared residuals per channel, float64 ``[D]``, in token order."""
+    out[:] = 0.0
+    for t in range(x.shape[0]):
+        if classes[t] > FINEST:
+            continue
+        row = prediction[t * moving]
+        for d in range(x.shape[1]):
+            e = np.float64(x[t, d]) - np.float64(row[d])
+            out[d] += e * e
+
+
+@numba.njit(nogil=True, cache=True)
+def quantize(x: Any, prediction: Any, moving: int, classes: Any, code: int, q: Any, wide: Any) -> float:
+    """Quantize one head; mark tokens that do not fit in `wide`; give the mean magnitude in steps of class 0."""
+    total, count = 0.0, 0
+    for t in range(x.shape[0]):
+        if classes[t] > FINEST:
+            continue
+        step = _step(code - 4 * classes[t])
+        row = prediction[t * moving]
+        part = 0.0
+        for d in range(x.shape[1]):
+            f = np.rint((x[t, d] - row[d]) / step)
+            if not abs(f) <= LARGEST:
+                wide[t] = True
+                f = np.float32(0)
+            q[t, d] = np.int32(f)
+            part += abs(f)
+        total += part * 2.0 ** (-0.5 * classes[t])
+        count += x.shape[1]
+    return total / count if count else 0.0
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _nibble(q: int, r: int) -> int:
+    c = ((q + ((1 << r) >> 1)) >> r) + 8
+    return c if 1 <= c <= 15 else 0
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _symbol(row: Any, j: int, half: int, r: int) -> int:
+    a = _nibble(row[j], r)
+    b = _nibble(row[j + half], r) if j + half < row.size else 8
+    return a | (b << 4) if a and b else 0
+
+
+@numba.njit(nogil=True, cache=True)
+def cost(q: Any, classes: Any, base: int, half: int, costs: Any) -> int:
+    """Code length of one head with base class `base`, in 1/256 bit."""
+    total = 0
+    for t in range(q.shape[0]):
+        if classes[t] > FINEST:
+            continue
+        k = _table_class(base, classes[t])
+        r = RAW_BITS[k]
+        line = costs[k]
+        for j in range(half):
+            total += line[_symbol(q[t], j, half, r)]
+        total += 512 * half * r
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def emit(q: Any, classes: Any, base: int, half: int, freqs: Any, symbols: Any, low: Any, escapes: Any) -> int:
+    """Write one head's symbols, low-bit planes and escaped pairs; give the number of escaped values."""
+    width = (2 * half + 7) // 8
+    rows = 0
+    at = 0
+    escaped = 0
+    for t in range(q.shape[0]):
+        if classes[t] > FINEST:
+            continue
+        k = _table_class(base, classes[t])
+        r = RAW_BITS[k]
+        for j in range(half):
+            s = _symbol(q[t], j, half, r)
+            if freqs[k, s] == 0:
+                s = 0
+            symbols[rows, j] = s
+            if s == 0:
+                escapes[escaped] = q[t, j]
+                escapes[escaped + 1] = q[t, j + half] if j + half < q.shape[1] else 0
+                escaped += 2
+        for d in range(q.shape[1]):
+            u = q[t, d] + ((1 << r) >> 1)
+            for p in range(r):
+                low[at + p * width + d // 8] |= ((u >> p) & 1) << (d % 8)
+        at += r * width
+        rows += 1
+    return escaped
+
+
+@numba.njit(nogil=True, cache=True)
+def in_range(codes: Any, bases: Any, lowest: int, highest: int) -> bool:
+    """Whether all step codes and table classes exist."""
+    wrong = 0
+    for h in range(codes.size):
+        wrong += codes[h] < lowest or codes[h] > highest or bases[h] >= CLASSES
+    return wrong == 0
+
+
+@numba.njit(nogil=True, cache=True)
+def plan(classes: Any, bases: Any, key_half: int, value_half: int, tables: Any) -> Any:
+    """Tables of all symbol rows, keys' quantized, values' quantized, keys' exact, values' exact.
+
+    Returns
+    -------
+    (int, int, int, int)
+        Numbers of coded and exact tokens, and bytes of the keys' and the values' low-bit planes.
+    """
+    heads = bases.size // 2
+    row = 0
+    sizes = (0, 0)
+    for part in range(2):
+        width = (2 * (key_half if part == 0 else value_half) + 7) // 8
+        size = 0
+        for h in range(heads):
+            base = bases[part * heads + h]
+            for t in range(classes.size):
+                if classes[t] <= FINEST:
+                    k = _table_class(base, classes[t])
+                    tables[row] = part * CLASSES + k
+                    size += RAW_BITS[k] * width
+                    row += 1
+        sizes = (size, 0) if part == 0 else (sizes[0], size)
+    exact = 0
+    for t in range(classes.size):
+        exact += classes[t] == EXACT
+    for part in range(2):
+        for _ in range(2 * heads * exact):
+            tables[row] = 2 * CLASSES + part
+            row += 1
+    coded = (row - 4 * heads * exact) // max(2 * heads, 1)
+    return coded, exact, sizes[0], sizes[1]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _planes(low: Any, at: int, width: int, half: int, r: int, digits: Any) -> None:
+    # A block of the upper half starts at a whole byte only where half is a multiple of 8.
+    blocks = half // BLOCK
+    upper = blocks if half % 8 == 0 else 0
+    for m in range(digits.size):
+        digits[m] = 0
+    for p in range(r):
+        place = at + p * width
+        for b in range(blocks):
+            vectors.spread(low, place + 2 * b, p, digits, BLOCK * b)
+        for b in range(upper):
+            vectors.spread(low, place + half // 8 + 2 * b, p, digits, half + BLOCK * b)
+        for d in range(BLOCK * blocks, half):
+            digits[d] |= ((low[place + d // 8] >> (d % 8)) & 1) << p
+        for d in range(half + BLOCK * upper, 2 * half):
+            digits[d] |= ((low[place + d // 8] >> (d % 8)) & 1) << p
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _plain(symbols: Any, at: int, step: Any, shrink: Any, centres: Any, centre: int, line: Any) -> bool:
+    half = line.size // 2
+    whole = half // BLOCK * BLOCK
+    escapes = False
+    for j in range(0, whole, BLOCK):
+        escapes |= vectors.expand(symbols, at + j, line, j, half + j, step, shrink, centres, centre)
+    for j in range(whole, half):
+        s = np.int32(symbols[at + j])
+        escapes |= s == 0
+        a, b = np.float32((s & 15) - 8), np.float32((s >> 4) - 8)
+        line[j] = (a - shrink * min(max(a, np.float32(-1)), np.float32(1))) * step + centres[centre + j]
+        line[half + j] = (b - shrink * min(max(b, np.float32(-1)), np.float32(1))) * step + centres[centre + half + j]
+    return escapes
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _with_digits(symbols: Any, at: int, step: Any, r: int, digits: Any, centres: Any, centre: int, line: Any) -> bool:
+    half = line.size // 2
+    whole = half // BLOCK * BLOCK
+    escapes = False
+    for j in range(0, whole, BLOCK):
+        escapes |= vectors.expand_digits(symbols, at + j, line, j, half + j, step, r, digits, centres, centre)
+    offset = (1 << r) >> 1
+    for j in range(whole, half):
+        s = np.int64(symbols[at + j])
+        escapes |= s == 0
+        a = (((s & 15) - 8) << r) + np.int64(digits[j]) - offset
+        b = (((s >> 4) - 8) << r) + np.int64(digits[half + j]) - offset
+        line[j] = np.float32(a) * step + centres[centre + j]
+        line[half + j] = np.float32(b) * step + centres[centre + half + j]
+    return escapes
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _rotate(line: Any, cos: Any, sin: Any, at: int, half: int, neighbours: bool) -> None:
+    whole = 0 if neighbours else half // BLOCK * BLOCK
+    for i in range(0, whole, BLOCK):
+        vectors.rotate(line, i, half + i, cos, sin, at + i)
+    for i in range(whole, half):
+        first, second = (2 * i, 2 * i + 1) if neighbours else (i, half + i)
+        x, y = line[first], line[second]
+        line[first] = x * cos[at + i] - y * sin[at + i]
+        line[second] = y * cos[at + i] + x * sin[at + i]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _store_bfloat(line: Any, bits: Any, words: Any, h: int, t: int) -> None:
+    dim = words.shape[2]
+    whole = dim // BLOCK * BLOCK
+    at = h * (words.strides[0] // 2) + t * dim
+    for d in range(0, whole, BLOCK):
+        vectors.to_bfloat(line, d, words, at + d)
+    for d in range(whole, dim):
+        rounded = bits[d] + np.uint32(0x7FFF) + ((bits[d] >> np.uint32(16)) & np.uint32(1))
+        words[h, t, d] = np.uint16(rounded >> np.uint32(16))
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def dequantize(
+    symbols: Any,
+    classes: Any,
+    bases: Any,
+    codes: Any,
+    shrink: Any,
+    centres: Any,
+    moving: int,
+    low: Any,
+    escapes: Any,
+    rotation: int,
+    cos: Any,
+    sin: Any,
+    words: Any,
+    floats: Any,
+    half: int,
+) -> int:
+    """Decode the heads of keys or of values.
+
+    Parameters
+    ----------
+    symbols : ndarray
+        uint8, flat: for each head, for each coded token, `half` symbols.
+    classes : ndarray
+        Token classes, uint8 ``[T]``; rows of exact and copied tokens are left as they are.
+    bases, codes : ndarray
+        Table classes (uint8) and step codes (int16) of the heads ``[H]``.
+    shrink : ndarray
+        float32 ``[27]``.
+    centres : ndarray
+        Predictions, float32, flat: ``[H, 2 * half]``, or ``[H, T, 2 * half]`` when `moving` is 1.
+    low, escapes : ndarray
+        The planes (uint8), as many as `plan` counted, and the escaped pairs (int16).
+    rotation : int
+        0 none, 1 halves, 2 neighbouring pairs, with `cos` and `sin` float32, flat ``[T, dim / 2]``.
+    words, floats : ndarray
+        uint16 or float32 ``[H, T, D]``; the one that is not empty is filled. The last two axes of `words` are
+        contiguous.
+    half : int
+        Symbols per row.
+
+    Returns
+    -------
+    int
+        Escaped values used; -1 if there are too few.
+    """
+    width = (2 * half + 7) // 8
+    turned = cos.size // max(classes.size, 1)
+    digits = np.zeros(2 * half, dtype=np.uint8)
+    line = np.zeros(2 * half, dtype=np.float32)
+    bits = line.view(np.uint32)
+    steps = np.empty(FINEST + 1, dtype=np.float32)
+    row = at = used = 0
+    for h in range(bases.size):
+        for c in range(FINEST + 1):
+            steps[c] = _step(np.int64(codes[h]) - 4 * c)
+        for t in range(classes.size):
+            token = np.int64(classes[t])
+            if token > FINEST:
+                continue
+            k = _table_class(bases[h], token)
+            r = RAW_BITS[k]
+            step = steps[token]
+            place = row * half
+            centre = (h * classes.size + t if moving else h) * 2 * half
+            if r == 0:
+                escaped = _plain(symbols, place, step, shrink[k], centres, centre, line)
+            else:
+                _planes(low, at, width, half, r, digits)
+                at += r * width
+                escaped = _with_digits(symbols, place, step, r, digits, centres, centre, line)
+            if escaped:
+                for j in range(half):
+                    if symbols[place + j] == 0:
+                        if used + 2 > escapes.size:
+                            return -1
+                        line[j] = np.float32(escapes[used]) * step + centres[centre + j]
+                        line[half + j] = np.float32(escapes[used + 1]) * step + centres[centre + half + j]
+                        used += 2
+            if rotation:
+                _rotate(line, cos, sin, t * turned, turned, rotation == 2)
+            if words.size:
+                _store_bfloat(line, bits, words, h, t)
+            else:
+                for d in range(floats.shape[2]):
+                    floats[h, t, d] = line[d]
+            row += 1
+    return used

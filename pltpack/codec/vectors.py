@@ -1,0 +1,159 @@
+"""Blocks of 16 values for the group codec's loops, emitted as LLVM IR vectors.
+
+Rows of a head are too short for a compiler's own vector loops, which are guarded by overlap checks and unrolled beyond
+a row's length. LLVM splits these vectors for whatever processor it compiles for, and without fast-math flags it
+contracts and reorders nothing, so every machine gives the same bits. Offsets are not checked: callers do that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from numba.extending import intrinsic
+
+BLOCK = 16
+
+_I1, _I8, _I16, _I32 = (ir.IntType(bits) for bits in (1, 8, 16, 32))
+_F32 = ir.FloatType()
+
+
+class _Emitter:
+    """Loads, stores and splats of 16 lanes for one call of an intrinsic."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        self.b = builder
+        self._context = context
+        self._types = signature.args
+        self._arguments = arguments
+
+    def pointer(self, number: int, offset: Any, element: Any, more: int | None = None) -> Any:
+        array = self._context.make_array(self._types[number])(self._context, self.b, self._arguments[number])
+        place = self._index(offset)
+        if more is not None:
+            place = self.b.add(place, self._index(self.offset(more)))
+        return self.b.bitcast(self.b.gep(array.data, [place]), ir.VectorType(element, BLOCK).as_pointer())
+
+    def _index(self, offset: Any) -> Any:
+        return self._context.cast(self.b, offset[1], offset[0], types.int64)
+
+    def offset(self, number: int) -> Any:
+        """An index argument, with its type."""
+        return self._types[number], self._arguments[number]
+
+    def load(self, array: int, offset: Any, element: Any, more: int | None = None) -> Any:
+        """Load from an array argument at an offset, plus the index argument number `more`."""
+        return self.b.load(self.pointer(array, offset, element, more), align=1)
+
+    def store(self, value: Any, array: int, offset: Any, element: Any) -> None:
+        self.b.store(value, self.pointer(array, offset, element), align=1)
+
+    def splat(self, value: Any) -> Any:
+        kind = ir.VectorType(value.type, BLOCK)
+        narrow = self.b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, BLOCK), None)
+        return self.b.shuffle_vector(narrow, ir.Constant(kind, ir.Undefined), zeros)
+
+    def scalar(self, number: int, to: Any) -> Any:
+        """An integer or float argument, converted and spread over all lanes."""
+        return self.splat(self._context.cast(self.b, self._arguments[number], self._types[number], to))
+
+    def constant(self, value: float, element: Any) -> Any:
+        return ir.Constant(ir.VectorType(element, BLOCK), [value] * BLOCK)
+
+
+@intrinsic
+def spread(typing: Any, low: Any, at: Any, shift: Any, digits: Any, to: Any) -> Any:
+    """Add one plane's 16 bits, from byte `at` of `low`, to ``digits[to : to + 16]`` (uint8) at bit `shift`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        place = builder.bitcast(e.pointer(0, e.offset(1), _I8), _I16.as_pointer())
+        bits = builder.bitcast(builder.load(place, align=1), ir.VectorType(_I1, BLOCK))
+        digit = builder.shl(builder.zext(bits, ir.VectorType(_I8, BLOCK)), e.scalar(2, types.uint8))
+        e.store(builder.or_(e.load(3, e.offset(4), _I8), digit), 3, e.offset(4), _I8)
+        return context.get_dummy_value()
+
+    return types.none(low, at, shift, digits, to), emit
+
+
+@intrinsic
+def expand(typing: Any, symbols: Any, at: Any, line: Any, to: Any, high: Any, step: Any, shrink: Any,
+           centres: Any, centre: Any) -> Any:  # fmt: skip
+    """Dequantize 16 symbols without low bits to `line` (float32) at `to` and at `high`; tell whether one escapes."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        symbol, step_, shrink_ = e.load(0, e.offset(1), _I8), e.scalar(5, types.float32), e.scalar(6, types.float32)
+        low, up = e.constant(-1.0, _F32), e.constant(1.0, _F32)
+        for nibble, place in _nibbles(e, symbol, e.offset(3), e.offset(4)):
+            f = builder.sitofp(builder.sub(nibble, e.constant(8, _I32)), ir.VectorType(_F32, BLOCK))
+            sign = builder.select(builder.fcmp_ordered("<", f, low), low, f)
+            sign = builder.select(builder.fcmp_ordered(">", sign, up), up, sign)
+            level = builder.fsub(f, builder.fmul(shrink_, sign))
+            e.store(builder.fadd(builder.fmul(level, step_), e.load(7, place, _F32, 8)), 2, place, _F32)
+        return _any_zero(e, symbol)
+
+    return types.boolean(symbols, at, line, to, high, step, shrink, centres, centre), emit
+
+
+@intrinsic
+def expand_digits(typing: Any, symbols: Any, at: Any, line: Any, to: Any, high: Any, step: Any, raw: Any,
+                  digits: Any, centres: Any, centre: Any) -> Any:  # fmt: skip
+    """The same with `raw` low bits per value, taken from `digits` (uint8) at `to` and at `high`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        symbol, step_, raw_ = e.load(0, e.offset(1), _I8), e.scalar(5, types.float32), e.scalar(6, types.int32)
+        centre = builder.lshr(builder.shl(e.constant(1, _I32), raw_), e.constant(1, _I32))
+        for nibble, place in _nibbles(e, symbol, e.offset(3), e.offset(4)):
+            digit = builder.zext(e.load(7, place, _I8), ir.VectorType(_I32, BLOCK))
+            coarse = builder.shl(builder.sub(nibble, e.constant(8, _I32)), raw_)
+            q = builder.sub(builder.add(coarse, digit), centre)
+            level = builder.sitofp(q, ir.VectorType(_F32, BLOCK))
+            e.store(builder.fadd(builder.fmul(level, step_), e.load(8, place, _F32, 9)), 2, place, _F32)
+        return _any_zero(e, symbol)
+
+    return types.boolean(symbols, at, line, to, high, step, raw, digits, centres, centre), emit
+
+
+def _nibbles(e: _Emitter, symbol: Any, to: Any, high: Any) -> list[tuple[Any, Any]]:
+    wide = e.b.zext(symbol, ir.VectorType(_I32, BLOCK))
+    return [(e.b.and_(wide, e.constant(15, _I32)), to), (e.b.lshr(wide, e.constant(4, _I32)), high)]
+
+
+def _any_zero(e: _Emitter, symbol: Any) -> Any:
+    zero = e.b.icmp_unsigned("==", symbol, e.constant(0, _I8))
+    return e.b.icmp_unsigned("!=", e.b.bitcast(zero, _I16), ir.Constant(_I16, 0))
+
+
+@intrinsic
+def rotate(typing: Any, line: Any, to: Any, high: Any, cos: Any, sin: Any, at: Any) -> Any:
+    """Rotate 16 pairs ``(line[to + i], line[high + i])`` by ``cos[at + i]`` and ``sin[at + i]``."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        x, y = e.load(0, e.offset(1), _F32), e.load(0, e.offset(2), _F32)
+        c, s = e.load(3, e.offset(5), _F32), e.load(4, e.offset(5), _F32)
+        e.store(builder.fsub(builder.fmul(x, c), builder.fmul(y, s)), 0, e.offset(1), _F32)
+        e.store(builder.fadd(builder.fmul(y, c), builder.fmul(x, s)), 0, e.offset(2), _F32)
+        return context.get_dummy_value()
+
+    return types.none(line, to, high, cos, sin, at), emit
+
+
+@intrinsic
+def to_bfloat(typing: Any, line: Any, at: Any, words: Any, to: Any) -> Any:
+    """Round 16 binary32 values to the nearest bfloat16, ties to even, as uint16."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        bits = e.load(0, e.offset(1), _I32)
+        odd = builder.and_(builder.lshr(bits, e.constant(16, _I32)), e.constant(1, _I32))
+        rounded = builder.add(builder.add(bits, e.constant(0x7FFF, _I32)), odd)
+        word = builder.trunc(builder.lshr(rounded, e.constant(16, _I32)), ir.VectorType(_I16, BLOCK))
+        e.store(word, 2, e.offset(3), _I16)
+        return context.get_dummy_value()
+
+    return types.none(line, at, words, to), emit
