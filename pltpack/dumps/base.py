@@ -7,6 +7,7 @@ it writes layer by layer for the same reason.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import json
 import os
@@ -103,6 +104,25 @@ class FileStamp:
         """Raise DumpError unless the file is still the one that was opened."""
         if FileStamp.of(fd_or_path) != self:
             raise DumpError("the file changed while it was read", path)
+
+
+@contextlib.contextmanager
+def reading(path: str, stamp: FileStamp | None = None) -> Iterator[int]:
+    """A file descriptor for one read; DumpError if the file cannot be read or is not the one of `stamp` any more."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DumpError(f"cannot be read ({error.strerror})", path) from error
+    try:
+        if stamp is not None:
+            stamp.check(fd, path)
+        yield fd
+    except OSError as error:
+        raise DumpError(f"cannot be read ({error.strerror})", path) from error
+    except PltpackError as error:
+        raise error.at(path) from None
+    finally:
+        os.close(fd)
 
 
 def parse_json(text: str | bytes, what: str) -> Any:

@@ -19,9 +19,9 @@ import numpy as np
 
 from pltpack.dumps import base
 from pltpack.dumps.atomic import make_folder, replacing
+from pltpack.dumps.hdf5_data import StoredArray, locate
 from pltpack.dumps.hdf5_guard import (
     SIGNATURE,
-    check_dataset,
     check_heaps,
     check_sizes,
     child,
@@ -85,27 +85,22 @@ class Hdf5Format(base.DumpFormat):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hdf5Source:
-    """A `LayerSource` over one session of an HDF5 file; the library serves one thread at a time."""
+    """A `LayerSource` over one session of an HDF5 file, in any number of threads; the file is opened for each call."""
 
     path: str
     stamp: base.FileStamp
-    group: str
     count: int
     layers: tuple[LayerGeometry, ...]
+    arrays: tuple[tuple[StoredArray, StoredArray], ...]
 
     def layer(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """See `LayerSource.layer`."""
         base.check_range(start, stop, self.count)
-        geometry = self.layers[index]
-        with translated(self.path), opened(self.path, self.stamp) as file:
-            layer = file[f"sessions/{self.group}/layers/{index}"]
-            keys, values = (layer[name][:, start:stop] for name in ("keys", "values"))
-        return _restore(keys, geometry.dtype), _restore(values, geometry.dtype)
-
-
-def _restore(array: np.ndarray, dtype: str) -> np.ndarray:
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return native.view(DTYPES[dtype])
+        dtype = DTYPES[self.layers[index].dtype]
+        keys, values = self.arrays[index]
+        with base.reading(self.path, self.stamp) as fd:
+            read = (array.read(fd, self.path, start, stop, axis=1).view(dtype) for array in (keys, values))
+            return next(read), next(read)
 
 
 def _read_session(group: Any, path: Path, stamp: base.FileStamp, tokens: TokenLookup) -> Snapshot:
@@ -117,10 +112,11 @@ def _read_session(group: Any, path: Path, stamp: base.FileStamp, tokens: TokenLo
     if not names or {str(index) for index in range(len(names))} != set(names):
         raise DumpError(f"session {session!r}: layers are not named 0 to {len(names) - 1}")
     count = None
-    geometry = []
+    geometry, arrays = [], []
     for index in range(len(names)):
         layer = child(layers, str(index), "group")
         keys, values = (child(layer, name, "dataset") for name in ("keys", "values"))
+        arrays.append((locate(keys, 3), locate(values, 3)))
         geometry.append(_geometry(index, keys, values))
         count = base.check_count(keys.shape[1]) if count is None else count
         if keys.shape[1] != count or values.shape[1] != count:
@@ -134,7 +130,7 @@ def _read_session(group: Any, path: Path, stamp: base.FileStamp, tokens: TokenLo
         session=session,
         tokens=tokens.require(path, session, count, stored),
         identity=base.parse_identity(_text(group, "identity"), tuple(geometry)),
-        source=Hdf5Source(os.fspath(path.absolute()), stamp, group_name, count, tuple(geometry)),
+        source=Hdf5Source(os.fspath(path.absolute()), stamp, count, tuple(geometry), tuple(arrays)),
         origin=os.fspath(path),
         **extras,
     )
@@ -143,7 +139,6 @@ def _read_session(group: Any, path: Path, stamp: base.FileStamp, tokens: TokenLo
 def _geometry(index: int, keys: Any, values: Any) -> LayerGeometry:
     dtypes = []
     for name, dataset in (("keys", keys), ("values", values)):
-        check_dataset(dataset, 3)
         said = _text(dataset, "dtype")
         stored = dataset.dtype
         if said is None:
@@ -165,12 +160,14 @@ def _geometry(index: int, keys: Any, values: Any) -> LayerGeometry:
 
 def _array(group: Any, name: str, count: int) -> np.ndarray:
     dataset = child(group, name, "dataset")
-    check_dataset(dataset, None)
+    array = locate(dataset, None)
     if dataset.shape[0] != count:
         raise DumpError(f"{dataset.name} is {list(dataset.shape)} but the caches hold {count} tokens")
     if dataset.size * dataset.dtype.itemsize > _MAX_EXTRA_BYTES:
         raise UnsupportedError(f"{dataset.name} holds more than {_MAX_EXTRA_BYTES} bytes")
-    return np.asarray(dataset[()])
+    path = dataset.file.filename
+    with base.reading(path) as fd:
+        return array.read(fd, path, 0, count, axis=0)
 
 
 def _extra(group: Any, name: str, count: int, dtype: np.dtype[Any]) -> np.ndarray:
@@ -219,7 +216,7 @@ def _write_session(group: Any, snapshot: Snapshot) -> None:
 def _dataset(layer: Any, name: str, geometry: LayerGeometry, count: int, dim: int) -> Any:
     stored = _STORED[geometry.dtype]
     row = geometry.heads * dim * stored.itemsize
-    run = min(count, max(1, min(1024, _CHUNK_BYTES // row)))
+    run = min(count, max(1, min(256, _CHUNK_BYTES // row)))
     chunks = (geometry.heads, run, dim) if count else None
     dataset = layer.create_dataset(name, (geometry.heads, count, dim), stored, chunks=chunks)
     dataset.attrs["dtype"] = geometry.dtype

@@ -65,17 +65,8 @@ class TensorFileSource:
     def layer(self, index: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """See `LayerSource.layer`."""
         keys, values = self.layers[index]
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DumpError(f"cannot be read ({error.strerror})", self.path) from error
-        try:
-            self.stamp.check(fd, self.path)
+        with base.reading(self.path, self.stamp) as fd:
             return self._tensor(fd, keys, start, stop), self._tensor(fd, values, start, stop)
-        except OSError as error:
-            raise DumpError(f"cannot be read ({error.strerror})", self.path) from error
-        finally:
-            os.close(fd)
 
     def _tensor(self, fd: int, tensor: TensorEntry, start: int, stop: int) -> np.ndarray:
         heads, count, dim = tensor.shape[-3:]
