@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from reference_numbers import (
     BYTES,
+    LARGEST,
     KeyValue,
     Reader,
     Unit,
@@ -91,6 +92,8 @@ class Group:
                     values[head, token] = line
             if part == 0 and frequencies is not None:
                 values = rope_rotate(values, frequencies, self.rope.get("style", "half"), unit.position, back=False)
+            if unit.dtype not in ("F32", "BF16"):
+                values = np.clip(values, np.float32(-LARGEST[unit.dtype]), np.float32(LARGEST[unit.dtype]))
             words = to_words(values, unit.dtype).astype(unit.word)
             if reference is not None:
                 copied = token_class == 14

@@ -72,16 +72,16 @@ class TurboQuant:
         """Undo the rotation of binary32 vectors ``[n, D]``."""
         dim = vectors.shape[1]
         size = 1 << (dim.bit_length() - 1)
-        signs, perms = self.rounds(dim, size < dim)
-        for sign, perm in zip(signs[::-1], perms[::-1], strict=True):
+        for first, second, perm in self.rounds(dim, size < dim)[::-1]:
             if size < dim:
                 vectors[:, dim - size :] = self.hadamard(vectors[:, dim - size :])
+                vectors = vectors * second
             vectors[:, :size] = self.hadamard(vectors[:, :size])
             if size < dim:
                 moved = np.empty_like(vectors)
                 moved[:, perm] = vectors
                 vectors = moved
-            vectors = vectors * sign
+            vectors = vectors * first
         return vectors
 
     @staticmethod
@@ -96,8 +96,8 @@ class TurboQuant:
             h *= 2
         return x * np.float32(1 / math.sqrt(size)) if size > 1 else x
 
-    def rounds(self, dim: int, permuted: bool) -> tuple[list[np.ndarray], list[list[int]]]:
-        """Signs and permutations of the four rounds."""
+    def rounds(self, dim: int, whole: bool) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
+        """First signs, second signs and permutation of the four rounds; only first signs unless `whole`."""
         mask, number = (1 << 64) - 1, 0
 
         def draw() -> int:
@@ -108,12 +108,15 @@ class TurboQuant:
             z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
             return z ^ z >> 31
 
-        signs, perms = [], []
+        def signs() -> np.ndarray:
+            return np.array([-1.0 if draw() >> 63 else 1.0 for _ in range(dim)], np.float32)
+
+        out = []
         for _ in range(4):
-            signs.append(np.array([-1.0 if draw() >> 63 else 1.0 for _ in range(dim)], np.float32))
-            perm = list(range(dim))
-            for i in range(dim - 1, 0, -1) if permuted else ():
+            first, perm = signs(), list(range(dim))
+            second = signs() if whole else first
+            for i in range(dim - 1, 0, -1) if whole else ():
                 j = (draw() >> 32) * (i + 1) >> 32
                 perm[i], perm[j] = perm[j], perm[i]
-            perms.append(perm)
-        return signs, perms
+            out.append((first, second, perm))
+        return out

@@ -166,6 +166,7 @@ class Library(Segment):
         self._check_kind("library")
         self.others = _strings(tables.metadata_list(metadata, "libraries", path), path)
         self.salts = tables.metadata_list(metadata, "salts", path)
+        _strings([salt for salt in self.salts if salt is not None], path)
         self.states = tables.metadata_list(metadata, "states", path)
         states = {f"codec.state.{index}" for index in range(len(self.states))}
         self._check_names({"unit.index", "trie.nodes", "trie.tokens", *states}, {"libraries", "salts", "states"})

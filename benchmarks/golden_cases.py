@@ -1,0 +1,392 @@
+"""Inputs of the golden archives: small sessions cut from real dumps or drawn from a seed, and what is done with them.
+
+A case is a list of steps that make an archive; each step names its sessions and what the command is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pltpack
+from pltpack.dumps import open_dumps
+from pltpack.snapshot import DTYPES, Identity, Snapshot
+
+ROPE = {"type": "default", "theta": 10000.0, "style": "half"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One command: ``compress``, ``append`` or ``compact``, its sessions and its options."""
+
+    command: str
+    sessions: tuple[Snapshot, ...] = ()
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One golden archive.
+
+    Attributes
+    ----------
+    title : str
+        What it shows.
+    steps : list of Step
+    references : bool
+        Let lossy codecs code differences to the mapped values, which the format allows and the writer does not do.
+    inputs : str or None
+        Golden archive that has the same inputs, which are stored once.
+    """
+
+    title: str
+    steps: list[Step]
+    references: bool = False
+    inputs: str | None = None
+
+
+def compress(*sessions: Snapshot, **options: Any) -> Step:
+    """A first step."""
+    return Step("compress", sessions, {"block": 8, **options})
+
+
+def append(*sessions: Snapshot, **options: Any) -> Step:
+    """A later step."""
+    return Step("append", sessions, options)
+
+
+def run(case: Case, folder: Path) -> None:
+    """Make the archive."""
+    with coding_differences() if case.references else contextlib.nullcontext():
+        for step in case.steps:
+            if step.command == "compact":
+                pltpack.compact(folder)
+            elif step.command == "append":
+                pltpack.append(folder, step.sessions, **step.options)
+            else:
+                pltpack.compress(step.sessions, folder, **step.options)
+
+
+@contextlib.contextmanager
+def coding_differences() -> Iterator[None]:
+    """Make the group codec pass for an exact one, for which the writer codes differences to mapped values."""
+    from pltpack.codec.group import GroupCodec
+
+    GroupCodec.exact = True
+    try:
+        yield
+    finally:
+        GroupCodec.exact = False
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------
+
+Shape = tuple[int, int, int]
+
+
+def drawn(
+    name: str,
+    ids: list[int],
+    *,
+    layers: tuple[Shape, ...] = ((1, 8, 6), (1, 8, 6)),
+    dtype: str = "BF16",
+    noise: int = 0,
+    odd: bool = False,
+    seed: int = 0,
+    **identity: Any,
+) -> Snapshot:
+    """A session whose values depend on the tokens up to each position, drawn from a seed.
+
+    Parameters
+    ----------
+    name : str
+    ids : list of int
+        Tokens.
+    layers : tuple of (heads, k_dim, v_dim)
+    dtype : str
+    noise : int
+        Not 0: change about 2 % of the words by one unit in the last place.
+    odd : bool
+        Put infinities, NaNs with payloads, zeros of both signs and subnormal numbers in.
+    seed : int
+    **identity
+        Fields of `Identity`.
+    """
+    arrays = []
+    bits = 8 * DTYPES[dtype].itemsize
+    unsigned = np.dtype(f"u{bits // 8}")
+    for layer, (heads, k_dim, v_dim) in enumerate(layers):
+        pair = []
+        for kind, dim in enumerate((k_dim, v_dim)):
+            x = np.zeros((heads, len(ids), dim), np.float32)
+            state = seed + 1
+            for t, token in enumerate(ids):
+                state = (state * 1_000_003 + token + 1) % (1 << 61)
+                x[:, t] = np.random.default_rng([state, layer, kind]).standard_normal((heads, dim), dtype=np.float32)
+            x += (np.arange(dim, dtype=np.float32) % 5) * (1 - kind)
+            words = x.astype(DTYPES[dtype]).view(unsigned)
+            rng = np.random.default_rng([layer, kind, noise, len(ids)])
+            if noise:
+                words ^= (rng.random(words.shape) < 0.02).astype(unsigned)
+            if odd and len(ids) > 8:
+                places = rng.integers(0, words[:, 6:].size, 12)
+                late = words[:, 6:].reshape(-1)
+                late[places] = rng.integers(0, 1 << bits, 12, dtype=np.uint64).astype(unsigned)
+                late[places[:4]] = [1 << (bits - 1), 1, (1 << bits) - 1, np.array(np.inf, np.float32).astype(
+                    DTYPES[dtype]).view(unsigned)]  # fmt: skip
+                words = np.concatenate([words[:, :6], late.reshape(heads, -1, dim)], axis=1)
+            pair.append(words.view(DTYPES[dtype]))
+        arrays.append((pair[0], pair[1]))
+    base = Identity(**{"model": "golden", "rope": ROPE, "keys": "rotated", **identity})
+    return Snapshot.from_arrays(name, ids, arrays, base)
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    """Tokens drawn from a seed."""
+    return np.random.default_rng(seed).integers(0, 49152, count).tolist()
+
+
+class RealDumps:
+    """Sessions cut from real dumps: some layers, one head, half of the rotated pairs, the first tokens.
+
+    The pairs of half rotary that stay, every other one, have the frequencies of a theta of the square root.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @functools.cached_property
+    def _whole(self) -> dict[str, Snapshot]:
+        return {snapshot.session: snapshot for snapshot in open_dumps([self._folder])}
+
+    def cut(self, session: str, tokens: int, layers: tuple[int, ...] = (1, 17), head: int = 0) -> Snapshot:
+        """A part of a session of the dumps."""
+        whole = self._whole[session]
+        shape = whole.identity.layers[0]
+        pairs = np.arange(0, shape.k_dim // 2, 2)
+        channels = np.concatenate([pairs, pairs + shape.k_dim // 2])
+        rope = dict(whole.identity.rope or {})
+        rope.update(dim=len(channels), theta=math.sqrt(rope["theta"]))
+        arrays = [
+            (keys[head : head + 1, :, channels], values[head : head + 1, :, ::2])
+            for keys, values in (whole.layer(layer, 0, tokens) for layer in layers)
+        ]
+        identity = dataclasses.replace(whole.identity, rope=rope, layers=())
+        return Snapshot.from_arrays(session, whole.tokens[:tokens], arrays, identity)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------
+
+
+def _dtype(tier: str, dtype: str, inputs: str | None = None) -> Callable[[RealDumps], Case]:
+    def make(real: RealDumps) -> Case:
+        shared = ids(24)
+        shapes: tuple[Shape, ...] = ((2, 16, 8), (1, 8, 8))
+        sessions = (
+            drawn("first", [*shared, *ids(19, 1)], layers=shapes, dtype=dtype, odd=True),
+            drawn("second", [*shared, *ids(8, 2)], layers=shapes, dtype=dtype, noise=1),
+        )
+        title = f"{tier} on {dtype}, values that are not finite, kernel noise"
+        return Case(title, [compress(*sessions, quality=tier)], inputs=inputs)
+
+    return make
+
+
+def _real(tier: str, inputs: str | None = None) -> Callable[[RealDumps], Case]:
+    def make(real: RealDumps) -> Case:
+        sessions = real.cut("helpdesk-0", 88), real.cut("helpdesk-1", 70)
+        title = f"{tier} on real values that share a prefix"
+        return Case(title, [compress(*sessions, quality=tier)], inputs=inputs)
+
+    return make
+
+
+def _sharing(real: RealDumps) -> Case:
+    one = ids(40, 3)
+    sessions = (
+        drawn("whole", one), drawn("equal", one), drawn("noisy", one, noise=1), drawn("longer", [*one, *ids(9, 4)]),
+        drawn("prefix", one[:21]), drawn("empty", []), drawn("single", one[:1]), drawn("other", ids(17, 5)),
+        drawn("branch", [*one[:24], *ids(10, 6)], noise=2), drawn("foreign values", one, seed=9),
+    )  # fmt: skip
+    return Case("equal sessions, extensions, branches, noise, other values under equal tokens; empty and of one token",
+                [compress(*sessions, quality="lossless")])  # fmt: skip
+
+
+def _salts(real: RealDumps) -> Case:
+    one = ids(32, 7)
+    sessions = [drawn(f"{salt}-{i}", one, salt=salt) for salt in (None, "a", "tenant \u00e9") for i in range(2)]
+    return Case("equal tokens of three tenants, shared within each alone", [compress(*sessions, quality="q3")])
+
+
+def _append(real: RealDumps) -> Case:
+    one, two = ids(32, 8), ids(24, 9)
+    return Case(
+        "two appends: nodes whose parents are in an older segment, private prefixes that become shared",
+        [
+            compress(drawn("a", one), drawn("b", [*one[:24], *two]), quality="lossless"),
+            append(drawn("c", [*one[:24], *two, 5], noise=1), drawn("d", [*one, *ids(8, 10)])),
+            append(drawn("e", [*one, *ids(8, 10), 7])),
+        ],
+    )
+
+
+def _tiers(real: RealDumps) -> Case:
+    one = ids(32, 11)
+    return Case(
+        "lossless, then q3 and turboquant-3 appended to it: three codecs in one archive",
+        [
+            compress(drawn("exact", one), drawn("exact too", one, noise=1), quality="lossless"),
+            append(drawn("lossy", [*one, *ids(20, 12)], noise=2), quality="q3"),
+            append(drawn("rotated", [*ids(20, 13)]), quality="turboquant-3"),
+        ],
+    )
+
+
+def _compacted(real: RealDumps) -> Case:
+    steps = _append(real).steps
+    return Case("the appended archive, compacted", [*steps, Step("compact")], inputs="020-append")
+
+
+def _partial(real: RealDumps) -> Case:
+    rope = {"type": "default", "theta": 10000, "dim": 12, "style": "interleaved"}
+    shapes = ((2, 20, 9), (1, 20, 7))
+    sessions = [drawn(name, ids(30, seed), layers=shapes, dtype="F16", rope=rope)
+                for name, seed in (("p", 14), ("q", 15))]  # fmt: skip
+    return Case(
+        "interleaved rotary of 12 of 20 channels, odd value dimensions, F16", [compress(*sessions, quality="q2")]
+    )
+
+
+def _llama3(real: RealDumps) -> Case:
+    rope = {"type": "llama3", "theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position": 64}  # fmt: skip
+    session = drawn("l", ids(50, 16), layers=((1, 32, 32),), dtype="F32", rope=rope)
+    return Case("llama3 rotary scaling, F32", [compress(session, quality="q3")])
+
+
+def _linear(real: RealDumps) -> Case:
+    rope = {"type": "linear", "theta": 10000.0, "factor": 4, "style": "half"}
+    session = drawn("names / \u00fc % \U0001f600", ids(40, 17), rope=rope, model="mod\u00e8le \u201cx\u201d", tp_rank=1,
+                    tp_size=2, weights="00ff", tokenizer="ff00")  # fmt: skip
+    windows = tuple(dataclasses.replace(layer, window=w) for layer, w in
+                    zip(session.identity.layers, (16, None), strict=True))  # fmt: skip
+    session = dataclasses.replace(session, identity=dataclasses.replace(session.identity, layers=windows))
+    return Case("linear rotary scaling, every identity member, a sliding window, a session name to be quoted",
+                [compress(session, quality="q4")])  # fmt: skip
+
+
+def _unrotated(real: RealDumps) -> Case:
+    one = ids(40, 18)
+    unknown = [drawn(name, one, rope=None, keys=None, model=None) for name in ("u", "v")]
+    return Case("nothing known of the model, no sharing", [compress(*unknown, quality="q4", dedup=False)])
+
+
+def _shapes(quality: str) -> Callable[[RealDumps], Case]:
+    def make(real: RealDumps) -> Case:
+        shapes = ((1, 8, 24), (3, 5, 3), (2, 1, 2))
+        sessions = drawn("m", ids(26, 19), layers=shapes, odd=True), drawn("n", [*ids(26, 19)[:16], 4], layers=shapes)
+        return Case(f"{quality}: layers of different heads and dimensions, dimensions of 1, 3 and 5",
+                    [compress(*sessions, quality=quality)])  # fmt: skip
+
+    return make
+
+
+def _long(quality: str) -> Callable[[RealDumps], Case]:
+    def make(real: RealDumps) -> Case:
+        one = ids(560, 20)
+        shape: tuple[Shape, ...] = ((1, 4, 4),)
+        sessions = drawn("x", one, layers=shape), drawn("y", [*one[:530], 1, 2], layers=shape, noise=3)
+        return Case(f"{quality}: several units in a layer, of blocks of 32",
+                    [compress(*sessions, quality=quality, block=32)])  # fmt: skip
+
+    return make
+
+
+def _modes(real: RealDumps) -> Case:
+    rng = np.random.default_rng(21)
+    layers = []
+    for layer in range(3):
+        shape = (1, 48, 16)
+        words = rng.integers(0, 1 << 16, shape, dtype=np.uint16) if layer == 0 else np.full(shape, 0x3F80, np.uint16)
+        if layer == 2:
+            words = rng.integers(0x3F00, 0x4080, shape, dtype=np.uint16)
+        layers.append((words.view(DTYPES["BF16"]), (words ^ np.uint16(layer)).view(DTYPES["BF16"])))
+    one = Snapshot.from_arrays("m", ids(48, 22), layers, Identity(model="golden"))
+    far = [(k.view(np.uint16) + np.uint16(9 * (i == 2)), v.view(np.uint16) ^ np.uint16(3 * (i == 0)))
+           for i, (k, v) in enumerate(layers)]  # fmt: skip
+    two = Snapshot.from_arrays("n", ids(48, 22), [(k.view(DTYPES["BF16"]), v.view(DTYPES["BF16"])) for k, v in far],
+                               Identity(model="golden"))  # fmt: skip
+    return Case("noise, constants and dense differences: the lossless codec's other modes",
+                [compress(one, two, quality="lossless")])  # fmt: skip
+
+
+def _references(real: RealDumps) -> Case:
+    one = ids(32, 23)
+    sessions = drawn("r", one), drawn("s", one, noise=5), drawn("t", [*one, *ids(4, 24)], seed=3)
+    return Case("lossy differences to the mapped values", [compress(*sessions, quality="q2")], references=True)
+
+
+def _small(real: RealDumps) -> Case:
+    one = ids(12, 25)
+    shape: tuple[Shape, ...] = ((1, 4, 4), (1, 4, 4))
+    sessions = (
+        drawn("a", one, layers=shape), drawn("b", [*one[:8], *ids(3, 26)], layers=shape, noise=7),
+        drawn("c", ids(6, 27), layers=shape, salt="s"),
+    )  # fmt: skip
+    return Case("small: the base of the broken archives", [compress(*sessions, quality="lossless", block=4)])
+
+
+def _small_lossy(quality: str) -> Callable[[RealDumps], Case]:
+    def make(real: RealDumps) -> Case:
+        session = drawn("a", ids(12, 28), layers=((1, 5, 4),))
+        return Case(f"small {quality}: a base of broken archives", [compress(session, quality=quality, block=4)])
+
+    return make
+
+
+#: Number and name -> what makes it. Numbers are never used again.
+CASES: dict[str, Callable[[RealDumps], Case]] = {
+    "001-lossless-real": _real("lossless"),
+    "002-lossless-f16": _dtype("lossless", "F16"),
+    "003-lossless-f32": _dtype("lossless", "F32"),
+    "004-lossless-f8-e4m3": _dtype("lossless", "F8_E4M3"),
+    "005-lossless-f8-e5m2": _dtype("lossless", "F8_E5M2"),
+    "006-lossless-bf16": _dtype("lossless", "BF16"),
+    "007-q1-real": _real("q1", "001-lossless-real"),
+    "008-q2-real": _real("q2", "001-lossless-real"),
+    "009-q3-real": _real("q3", "001-lossless-real"),
+    "010-q4-real": _real("q4", "001-lossless-real"),
+    "011-q4-f16": _dtype("q4", "F16", "002-lossless-f16"),
+    "012-q4-f32": _dtype("q4", "F32", "003-lossless-f32"),
+    "013-q3-f8-e4m3": _dtype("q3", "F8_E4M3", "004-lossless-f8-e4m3"),
+    "014-q3-f8-e5m2": _dtype("q3", "F8_E5M2", "005-lossless-f8-e5m2"),
+    "015-turboquant-2-real": _real("turboquant-2", "001-lossless-real"),
+    "016-turboquant-3-f8-e4m3": _dtype("turboquant-3", "F8_E4M3", "004-lossless-f8-e4m3"),
+    "017-turboquant-4-f16": _dtype("turboquant-4", "F16", "002-lossless-f16"),
+    "018-sharing": _sharing,
+    "019-salts": _salts,
+    "020-append": _append,
+    "021-tiers": _tiers,
+    "022-compacted": _compacted,
+    "023-partial-rotary": _partial,
+    "024-llama3-rotary": _llama3,
+    "025-identity": _linear,
+    "026-unknown": _unrotated,
+    "027-shapes-lossless": _shapes("lossless"),
+    "028-shapes-q3": _shapes("q3"),
+    "029-shapes-turboquant-4": _shapes("turboquant-4"),
+    "030-long-lossless": _long("lossless"),
+    "031-long-q4": _long("q4"),
+    "032-modes": _modes,
+    "033-references": _references,
+    "034-small-lossless": _small,
+    "035-small-q4": _small_lossy("q4"),
+    "036-small-turboquant-2": _small_lossy("turboquant-2"),
+}
