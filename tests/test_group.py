@@ -112,8 +112,16 @@ def slow_decode(payload, unit, state, rotation=None, reference=None):
     halves = [(d + 1) // 2 for d in dims]
     steps = [[POWERS[(c - 4 * k) % 8] * np.float32(2.0 ** ((c - 4 * k) // 8)) for k in range(11)] for c in codes]
     kind = [[min(bases[h] + classes[t], 26) for t in coded] for h in range(2 * heads)]
-    low = [[[np.unpackbits(take((2 * halves[h // heads] + 7) // 8, "u1"), bitorder="little")
-             for _ in range(max(0, (k - 8) // 2))] for k in kind[h]] for h in range(2 * heads)]
+    low = [
+        [
+            [
+                np.unpackbits(take((2 * halves[h // heads] + 7) // 8, "u1"), bitorder="little")
+                for _ in range(max(0, (k - 8) // 2))
+            ]
+            for k in kind[h]
+        ]
+        for h in range(2 * heads)
+    ]
     width = DTYPES[g.dtype].itemsize
     rest = [take(heads * len(exact) * d * (width - 1), "u1").reshape(heads, len(exact), d, width - 1) for d in dims]
     quantized = [[27 * p + k for h in range(heads) for k in kind[p * heads + h]] for p in (0, 1)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from pltpack.codec import quantize, rans, tokens
 from pltpack.codec.base import KeyValue, Unit
-from pltpack.codec.levels import CLASSES, STEP_CODES, step_of
+from pltpack.codec.levels import CLASSES, step_of
 from pltpack.codec.payload import Reader
 from pltpack.codec.rope import Rotation
 from pltpack.snapshot import DTYPES, LayerGeometry
@@ -102,17 +102,12 @@ def decode(
     """Decode one unit into `out`; `ValueError` if the payload is malformed."""
     reader = Reader(payload)
     header = _header(reader, layer, unit)
-    if header.flags & REFERENCED:
-        if reference is None:
-            raise ValueError("payload needs a reference")
-        predictions = tuple(padded(x) for x in unrotated(reference, layer, unit))
-    elif header.flags & OWN_MEANS:
-        predictions = own_means(header.means, header.codes, layer)
-    else:
-        predictions = layer.means
     heads, halves = layer.geometry.heads, [pairs(dim) for dim in layer.dims]
     kinds = np.empty(4 * heads * unit.tokens, dtype=np.int64)
-    coded, exact, *sizes = quantize.plan(header.classes, header.bases, *halves, kinds)
+    coded, exact, *sizes = quantize.plan(header.classes, header.codes, header.bases, *halves, kinds)
+    if coded < 0:
+        raise ValueError("a step or a table class is out of range")
+    predictions = _predictions(header, layer, unit, reference)
     low = [reader.array(size, "u1") for size in sizes]
     itemsize = DTYPES[layer.geometry.dtype].itemsize
     rest = [reader.array(heads * exact * dim * (itemsize - 1), "u1") for dim in layer.dims]
@@ -131,17 +126,24 @@ def decode(
         raise ValueError("payload has a wrong number of escapes")
 
 
+def _predictions(header: Header, layer: Layer, unit: Unit, reference: KeyValue | None) -> KeyValue:
+    if header.flags & REFERENCED:
+        if reference is None:
+            raise ValueError("payload needs a reference")
+        keys, values = unrotated(reference, layer, unit)
+        return padded(keys), padded(values)
+    if header.flags & OWN_MEANS:
+        return own_means(header.means, header.codes, layer)
+    return layer.means
+
+
 def _header(reader: Reader, layer: Layer, unit: Unit) -> Header:
     heads, channels = layer.geometry.heads, layer.geometry.elements_per_token
     flags, runs, escapes, stream = HEADER.unpack(reader.take(HEADER.size))
     if flags not in (0, REFERENCED, OWN_MEANS) or escapes % 2:
         raise ValueError("payload header is damaged")
     codes, bases = reader.array(2 * heads, "<i2"), reader.array(2 * heads, "u1")
-    if not quantize.in_range(codes, bases, *STEP_CODES):
-        raise ValueError("a step or a table class is out of range")
-    classes = tokens.unpack_runs(reader.array(runs, "u1"), unit.tokens)
-    if not flags & REFERENCED and tokens.COPY in classes:
-        raise ValueError("payload copies tokens of no reference")
+    classes = tokens.unpack_runs(reader.array(runs, "u1"), unit.tokens, flags == REFERENCED)
     means = reader.array(channels if flags & OWN_MEANS else 0, "<i2")
     found = reader.array(escapes, "<i2").astype(np.int16)
     return Header(flags, codes, bases, classes, means, found, stream)

@@ -67,7 +67,7 @@ def encode(coding: Coding, layer: Layer, unit: Unit, arrays: KeyValue, reference
         escapes += [f[2].astype("<i2").tobytes() for f in found]
     exact, rest = _exact(arrays, np.flatnonzero(classes == tokens.EXACT))
     kinds = np.empty(4 * heads * unit.tokens, dtype=np.int64)
-    quantize.plan(classes, bases, pairs(layer.dims[0]), pairs(layer.dims[1]), kinds)
+    quantize.plan(classes, codes, bases, pairs(layer.dims[0]), pairs(layer.dims[1]), kinds)
     streams = _streams(coding.freqs, [*rows, *exact], kinds)
     runs, escaped = tokens.pack_runs(classes), b"".join(escapes)
     return b"".join([

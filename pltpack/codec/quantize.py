@@ -11,7 +11,7 @@ import numba
 import numpy as np
 
 from pltpack.codec import vectors
-from pltpack.codec.levels import CLASSES, POWERS, RAW_BITS
+from pltpack.codec.levels import CLASSES, POWERS, RAW_BITS, STEP_CODES
 from pltpack.codec.tokens import EXACT, FINEST
 from pltpack.codec.vectors import BLOCK
 
@@ -124,24 +124,19 @@ def emit(q: Any, classes: Any, base: int, half: int, freqs: Any, symbols: Any, l
 
 
 @numba.njit(nogil=True, cache=True)
-def in_range(codes: Any, bases: Any, lowest: int, highest: int) -> bool:
-    """Whether all step codes and table classes exist."""
-    wrong = 0
-    for h in range(codes.size):
-        wrong += codes[h] < lowest or codes[h] > highest or bases[h] >= CLASSES
-    return wrong == 0
-
-
-@numba.njit(nogil=True, cache=True)
-def plan(classes: Any, bases: Any, key_half: int, value_half: int, tables: Any) -> Any:
+def plan(classes: Any, codes: Any, bases: Any, key_half: int, value_half: int, tables: Any) -> Any:
     """Tables of all symbol rows, keys' quantized, values' quantized, keys' exact, values' exact.
 
     Returns
     -------
     (int, int, int, int)
-        Numbers of coded and exact tokens, and bytes of the keys' and the values' low-bit planes.
+        Numbers of coded and exact tokens, and bytes of the keys' and the values' low-bit planes. The first is -1 if a
+        step code or a table class does not exist.
     """
     heads = bases.size // 2
+    for h in range(bases.size):
+        if codes[h] < STEP_CODES[0] or codes[h] > STEP_CODES[1] or bases[h] >= CLASSES:
+            return -1, 0, 0, 0
     row = 0
     sizes = (0, 0)
     for part in range(2):

@@ -75,11 +75,11 @@ def pack_runs(found: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(nogil=True, cache=True)
-def _unpack(runs: Any, out: Any) -> Any:
+def _unpack(runs: Any, copies: bool, out: Any) -> Any:
     at: Any = 0
     for i in range(runs.size):
         kind, length = runs[i] >> 4, np.int64(runs[i] & 15) + 1
-        if FINEST < kind < COPY or at + length > out.size:
+        if FINEST < kind < COPY or (kind == COPY and not copies) or at + length > out.size:
             return -1
         for t in range(at, at + length):
             out[t] = kind
@@ -87,9 +87,15 @@ def _unpack(runs: Any, out: Any) -> Any:
     return at
 
 
-def unpack_runs(runs: np.ndarray, tokens: int) -> np.ndarray:
-    """Inverse of `pack_runs`, uint8 ``[tokens]``; `ValueError` if the runs do not cover the tokens exactly."""
+def unpack_runs(runs: np.ndarray, tokens: int, copies: bool = True) -> np.ndarray:
+    """Inverse of `pack_runs`, uint8 ``[tokens]``.
+
+    Raises
+    ------
+    ValueError
+        If the runs do not cover the tokens exactly, or name a class that does not exist or (`copies` false) a copy.
+    """
     out = np.empty(tokens, dtype=np.uint8)
-    if _unpack(runs, out) != tokens:
+    if _unpack(runs, copies, out) != tokens:
         raise ValueError("token classes are damaged")
     return out
