@@ -17,7 +17,7 @@ from pltpack.codec.base import KeyValue
 from pltpack.errors import FormatError, NotFoundError, UnsupportedError
 from pltpack.format.manifest import Manifest
 from pltpack.format.tables import FLAG_REFERENCE
-from pltpack.snapshot import DTYPES, Identity, Snapshot
+from pltpack.snapshot import DTYPES, Identity, LayerGeometry, Snapshot
 
 #: Layers that a sequential reader decodes ahead of the one it is asked for.
 LOOKAHEAD = 3
@@ -151,7 +151,21 @@ class Archive:
         whole = self.snapshot(session)
         chosen = check_layers(layers, len(self.identity.layers))
         start, stop = check_tokens(tokens, len(whole))
-        arrays = [whole.layer(index, start, stop) for index in chosen]
+        arrays = _one_buffer([self.identity.layers[index] for index in chosen], stop - start)
+        shard = self.shard(session)
+
+        def fill(layer: int, at: int, out: KeyValue) -> None:
+            into = slice(at - start, at - start + PIECE_TOKENS)
+            decode_layer(shard, layer, at, min(at + PIECE_TOKENS, stop), (out[0][:, into], out[1][:, into]))
+
+        starts = range(start, stop, PIECE_TOKENS)
+        work = [self.pool.submit(fill, i, at, out) for i, out in zip(chosen, arrays, strict=True) for at in starts]
+        try:
+            for future in work:
+                future.result()
+        finally:
+            for future in work:
+                future.cancel()
         identity = Identity(**{**whole.identity.__dict__, "layers": tuple(self.identity.layers[i] for i in chosen)})
         return Snapshot.from_arrays(session, whole.tokens[start:stop], arrays, identity, origin=whole.origin)
 
@@ -202,15 +216,37 @@ class ShardSource:
         return decode_layer(self._shard, layer, start, stop)
 
 
-def decode_layer(shard: Shard, layer: int, start: int, stop: int) -> KeyValue:
+def _one_buffer(layers: Sequence[LayerGeometry], tokens: int) -> list[KeyValue]:
+    """Arrays of several layers in one allocation: large enough for huge pages, whose first touch costs far less."""
+    sizes = [tokens * layer.bytes_per_token for layer in layers]
+    buffer = np.empty(sum(sizes) + 64 * len(sizes), np.uint8)
+    out, offset = [], 0
+    for layer, size in zip(layers, sizes, strict=True):
+        dtype = DTYPES[layer.dtype]
+        middle = layer.heads * tokens * layer.k_dim * dtype.itemsize
+        part = buffer[offset : offset + size]
+        out.append((part[:middle].view(dtype).reshape(layer.heads, tokens, layer.k_dim),
+                    part[middle:].view(dtype).reshape(layer.heads, tokens, layer.v_dim)))  # fmt: skip
+        offset += -(-size // 64) * 64
+    return out
+
+
+def decode_layer(shard: Shard, layer: int, start: int, stop: int, out: KeyValue | None = None) -> KeyValue:
     """Keys and values of one layer's tokens ``[start, stop)``: mapped library units first, then the shard's own.
+
+    Parameters
+    ----------
+    shard : Shard
+    layer, start, stop : int
+    out : (ndarray, ndarray), optional
+        Where to decode to, ``[H, stop - start, D]`` each; fresh arrays by default.
 
     Raises
     ------
     FormatError
         If a unit is damaged, or the units do not cover the range.
     """
-    target = _Target(shard, layer, start, stop)
+    target = _Target(shard, layer, start, stop, out)
     for segment, record, first, last in mapped_units(shard.runs, shard.libraries, layer, start, stop):
         target.put(segment, record, first, last)
     for record in own_units(shard, layer, start, stop):
@@ -227,12 +263,14 @@ def decode_layer(shard: Shard, layer: int, start: int, stop: int) -> KeyValue:
 class _Target:
     """Arrays being filled with a token range of one layer."""
 
-    def __init__(self, shard: Shard, layer: int, start: int, stop: int) -> None:
+    def __init__(self, shard: Shard, layer: int, start: int, stop: int, out: KeyValue | None = None) -> None:
         shape = shard.identity.layers[layer]
         dtype = DTYPES[shape.dtype]
-        self._shard, self._layer, self._start, self._stop = shard, layer, start, stop
-        self._keys = np.empty((shape.heads, stop - start, shape.k_dim), dtype)
-        self._values = np.empty((shape.heads, stop - start, shape.v_dim), dtype)
+        self._shard, self._layer, self._start = shard, layer, start
+        if out is None:
+            out = (np.empty((shape.heads, stop - start, shape.k_dim), dtype),
+                   np.empty((shape.heads, stop - start, shape.v_dim), dtype))  # fmt: skip
+        self._keys, self._values = out
         self._covered = np.zeros(stop - start, dtype=bool)
 
     def put(self, segment: Segment, record: np.void, first: int, last: int, reference: KeyValue | None = None) -> None:
