@@ -24,7 +24,8 @@ import numpy as np
 
 import pltpack
 from benchmarks import broken
-from benchmarks.golden_cases import CASES, Case, RealDumps, Step, run
+from benchmarks.golden_cases import CASES, Case, Step, run
+from benchmarks.golden_sessions import RealDumps
 from pltpack.dumps import open_dumps, write_dump
 from pltpack.names import session_to_file
 

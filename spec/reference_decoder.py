@@ -3,8 +3,8 @@
 Usage: python reference_decoder.py ARCHIVE OUT
 
 Writes one safetensors file per session to the new folder OUT, byte by byte as ``pltpack decompress --to safetensors``
-does. Checks every SHA-256 digest and every rule of the tables; the XXH3-64 checksums of units are not computed, as the
-digest of the payload covers the same bytes. A damaged archive gives one line on standard error and exit code 2.
+does. Checks every digest, every checksum and every rule of the tables. A damaged archive gives one line on standard
+error and exit code 2.
 
 Imports numpy, zstandard and the standard library only.
 """
@@ -37,6 +37,7 @@ from reference_group import Group
 from reference_lossless import Lossless
 from reference_numbers import DamagedError, KeyValue, Unit, need
 from reference_turboquant import TurboQuant
+from reference_xxh3 import xxh3_64
 
 CODECS: dict[str, Any] = {"lossless": Lossless, "group": Group, "turboquant": TurboQuant}
 
@@ -187,6 +188,7 @@ def decode_unit(container: Container, record: np.void, codec: Any, layer: Unit, 
     unit = dataclasses.replace(layer, tokens=int(record["token_count"]), position=position)
     first = int(record["offset"])
     payload = container.tensors["unit.payload"][first : first + int(record["length"])].tobytes()
+    need(xxh3_64(payload) == record["checksum"], "a unit does not match its checksum")
     out: KeyValue = codec.decode(payload, unit, reference)
     return out
 
