@@ -340,6 +340,7 @@ def _(s: Surgery) -> None:
 
 
 _payload("group-flags", _put(0, b"\x03"), "group")
+_payload("group-reserved", _put(2, b"\x01"), "group")
 _payload("group-reference", _put(0, b"\x01"), "group")
 _payload("group-escapes-odd", _put(8, b"\x01"), "group")
 _payload("group-step", _put(16, struct.pack("<h", 961)), "group")

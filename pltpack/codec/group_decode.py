@@ -139,8 +139,9 @@ def _predictions(header: Header, layer: Layer, unit: Unit, reference: KeyValue |
 
 def _header(reader: Reader, layer: Layer, unit: Unit) -> Header:
     heads, channels = layer.geometry.heads, layer.geometry.elements_per_token
-    flags, runs, escapes, stream = HEADER.unpack(reader.take(HEADER.size))
-    if flags not in (0, REFERENCED, OWN_MEANS) or escapes % 2:
+    fixed = reader.take(HEADER.size)
+    flags, runs, escapes, stream = HEADER.unpack(fixed)
+    if flags not in (0, REFERENCED, OWN_MEANS) or any(fixed[1:4]) or escapes % 2:
         raise ValueError("payload header is damaged")
     codes, bases = reader.array(2 * heads, "<i2"), reader.array(2 * heads, "u1")
     classes = tokens.unpack_runs(reader.array(runs, "u1"), unit.tokens, flags == REFERENCED)
