@@ -175,6 +175,11 @@ def _(s: Surgery) -> None:
     s.shard().tensors["tokens"] = s.shard().tensors["tokens"].reshape(2, -1)
 
 
+@recipe("tensor-token-negative")
+def _(s: Surgery) -> None:
+    s.shard(2).tensors["tokens"][3] = -1
+
+
 # --- metadata ---------------------------------------------------------------------------------------------------
 
 

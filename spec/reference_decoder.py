@@ -56,6 +56,7 @@ class Library:
         self.states = self.container.list("states")
         self.units = read_units(self.container, identity, len(self.states))
         self.tokens = self.container.array("trie.tokens", "I32")
+        need((self.tokens >= 0).all(), "a token id is negative")
         self.nodes = self.container.table("trie.nodes", NODE)
         token = first = 0
         for index, node in enumerate(self.nodes):
@@ -115,6 +116,7 @@ class Shard:
             good = isinstance(pair, list) and len(pair) == 2 and natural(pair[0], 0, len(digests) - 1)
             need(good and natural(pair[1], 0, len(self.libraries[pair[0]].states) - 1), "a codec state is not there")
         self.tokens = self.container.array("tokens", "I32")
+        need((self.tokens >= 0).all(), "a token id is negative")
         need(len(self.tokens) == entry["tokens"], "shard has another number of tokens than the manifest says")
         self.units = read_units(self.container, identity, len(self.states))
         before = (0, 0)

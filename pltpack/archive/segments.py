@@ -66,6 +66,12 @@ class Segment:
                 name = min(unknown or known - found)
                 raise FormatError(f"{what} {name!r} is {'unknown' if unknown else 'missing'}", self.container.path)
 
+    def _token_ids(self, name: str) -> np.ndarray:
+        tokens = self.container.array(name, "I32")
+        if (tokens < 0).any():
+            raise FormatError(f"tensor {name!r} holds a negative token id", self.container.path)
+        return tokens
+
     def _token_bytes(self) -> list[int]:
         return [layer.bytes_per_token for layer in self.identity.layers]
 
@@ -173,7 +179,7 @@ class Library(Segment):
         self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
         layers = len(self.identity.layers)
         self.nodes = tables.read_nodes(self.container, self.units, layers, len(self.others), len(self.salts))
-        self.tokens = self.container.array("trie.tokens", "I32")
+        self.tokens = self._token_ids("trie.tokens")
         self._codecs: dict[int, Codec] = {}
         self._lock = threading.Lock()
 
@@ -261,7 +267,7 @@ class Shard(Segment):
             raise FormatError(f"shard refers to library segment {missing[0][:12]}…, which the archive lacks", path)
         self.libraries = [known[digest] for digest in digests]
         self.states = self._read_states(tables.metadata_list(metadata, "states", path))
-        self.tokens = self.container.array("tokens", "I32")
+        self.tokens = self._token_ids("tokens")
         if len(self.tokens) != self.entry.tokens:
             raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
         self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
