@@ -264,8 +264,44 @@ def test_hdf5_written_by_hand_is_read(tmp_path):
     np.testing.assert_array_equal(keys, values[:, 10:30])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": (2, 7, 3)},
+        {"chunks": (1, 50, 4), "compression": "gzip"},
+        {"chunks": (2, 16, 4), "fletcher32": True},
+        {"chunks": (1, 9, 3), "fletcher32": True, "shuffle": True, "compression": "gzip"},
+        {"compact": True},
+        {},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", ">f2"])
+def test_hdf5_storage_layouts(tmp_path, options, dtype):
+    h5py = pytest.importorskip("h5py")
+    options = dict(options)
+    values = np.random.default_rng(0).standard_normal((2, 50, 4)).astype(dtype)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        group = file.create_group("sessions/s")
+        group["tokens"] = np.arange(50)
+        for name in ("keys", "values"):
+            if options.get("compact"):
+                plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                plist.set_layout(h5py.h5d.COMPACT)
+                layer = group.require_group("layers/0")
+                kind = h5py.h5t.py_create(values.dtype)
+                created = h5py.h5d.create(layer.id, name.encode(), kind, h5py.h5s.create_simple(values.shape), plist)
+                h5py.Dataset(created)[...] = values
+            else:
+                group.create_dataset(f"layers/0/{name}", data=values, **options)
+    (found,) = open_dumps(tmp_path)
+    for start, stop in ((0, 50), (0, 0), (7, 8), (13, 44)):
+        for array in found.layer(0, start, stop):
+            assert array.dtype.isnative
+            np.testing.assert_array_equal(array, values[:, start:stop])
+
+
 def test_a_header_length_that_looks_like_a_pickle(tmp_path):
-    for size in range(300):
+    for size in range(300):  # one of these gives a length of 0x0280 bytes
         original = make(model="m" * size)
         (file,) = write_dump(original, tmp_path, "transformers")
         head = file.read_bytes()[:2]

@@ -22,8 +22,8 @@ from pltpack.dumps.atomic import make_folder, replacing
 from pltpack.dumps.hdf5_data import StoredArray, locate
 from pltpack.dumps.hdf5_guard import (
     SIGNATURE,
-    check_heaps,
     check_sizes,
+    check_strings,
     child,
     member_names,
     opened,
@@ -58,7 +58,7 @@ class Hdf5Format(base.DumpFormat):
         """See `DumpFormat.read`."""
         name = os.fspath(path.absolute())
         stamp = base.FileStamp.of(path)
-        check_heaps(path)
+        check_strings(path)
         with translated(path), opened(name, stamp) as file:
             check_sizes(file)
             ids = member_names(child(file, "sessions", "group"), MAX_SESSIONS)
@@ -178,18 +178,19 @@ def _extra(group: Any, name: str, count: int, dtype: np.dtype[Any]) -> np.ndarra
 
 
 def _text(node: Any, name: str) -> str | None:
-    """A string attribute; its stored size is bounded before it is read."""
+    """A string attribute; its type and size are checked before the library converts it."""
+    import h5py
+
     if name not in node.attrs:
         return None
     attribute = node.attrs.get_id(name)
+    kind = attribute.get_type()
+    if not isinstance(kind, h5py.h5t.TypeStringID) or kind.committed():
+        raise DumpError(f"attribute {name!r} is not a string")
     if attribute.shape != () or attribute.get_storage_size() > base.MAX_JSON:
         raise DumpError(f"attribute {name!r} is not one string")
     value = node.attrs[name]
-    if isinstance(value, bytes):
-        value = value.decode()
-    if not isinstance(value, str):
-        raise DumpError(f"attribute {name!r} is not a string")
-    return value
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _write_session(group: Any, snapshot: Snapshot) -> None:

@@ -121,11 +121,16 @@ def locate(dataset: Any, axes: int | None) -> StoredArray:
     size = math.prod(shape) * dtype.itemsize
     stored = dataset.id.get_storage_size()
     limit = stored * (_MAX_EXPANSION if _DEFLATE in filters else 1)
-    if stored > os.stat(dataset.file.filename).st_size or size > limit:
+    end = os.stat(dataset.file.filename).st_size
+    if stored > end or size > limit:
         raise DumpError(f"{dataset.name} declares {size} bytes but stores {stored}")
     if dataset.chunks is not None:
-        return StoredArray(shape, dtype, dataset.chunks, _chunk_places(dataset, dtype, filters), filters)
-    return _one_block(dataset, shape, dtype, size)
+        array = StoredArray(shape, dtype, dataset.chunks, _chunk_places(dataset, dtype), filters)
+    else:
+        array = _one_block(dataset, shape, dtype, size)
+    if any(offset + length > end for offset, length, _ in array.places.values()):
+        raise DumpError(f"{dataset.name} has data beyond the file's end")
+    return array
 
 
 def _one_block(dataset: Any, shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> StoredArray:
@@ -137,9 +142,7 @@ def _one_block(dataset: Any, shape: tuple[int, ...], dtype: np.dtype[Any], size:
     return StoredArray(shape, dtype, whole, {(0,) * len(shape): (offset or 0, size, 0)})
 
 
-def _chunk_places(
-    dataset: Any, dtype: np.dtype[Any], filters: tuple[int, ...]
-) -> dict[tuple[int, ...], tuple[int, int, int]]:
+def _chunk_places(dataset: Any, dtype: np.dtype[Any]) -> dict[tuple[int, ...], tuple[int, int, int]]:
     chunk = dataset.chunks
     if not all(chunk) or math.prod(chunk) * dtype.itemsize > _MAX_CHUNK:
         raise UnsupportedError(f"{dataset.name} has chunks of more than {_MAX_CHUNK} bytes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,11 @@ _HEAP = b"GCOL\x01"
 _HEAP_HEADER = 16
 _LEAST_HEAP = 4096
 _SEARCH_BYTES = 8 << 20
+_TEXT_NAMES = re.compile(rb"(session|identity|dtype)\0")
+_LONGEST_NAME = len(b"identity")
+_MAX_TEXT = 64 << 20
+# Class of variable-length datatypes.
+_VARIABLE = 9
 _lock = threading.RLock()
 
 
@@ -53,16 +59,17 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
         raise DumpError(f"is not a sound HDF5 dump ({fact or type(error).__name__})", Path(path)) from None
 
 
-def check_heaps(path: str | os.PathLike[str]) -> None:
-    """Refuse a file in which a global heap (variable-length strings) has a free object of size 0.
+def check_strings(path: str | os.PathLike[str]) -> None:
+    """Refuse a file whose variable-length strings the HDF5 library could not survive.
 
-    The HDF5 library never gets past such an object: reading one string would hang for ever. Heaps have no index, so
-    the file is searched for their signature (HDF5 file format specification, III.E), a few seconds for 10 GB.
+    It never gets past a free heap object of size 0, and it allocates the length that an attribute claims before it
+    looks for the string. Neither heaps nor attributes have an index, so the file is searched for heap signatures and
+    attribute names (HDF5 file format specification, III.E and IV.A.2.m), a few seconds for 10 GB.
 
     Raises
     ------
     DumpError
-        If there is one.
+        If there is such a heap or attribute.
     """
     size = os.stat(path).st_size
     # Sound heaps do not overlap, so their objects are at most so many; more would be a file made to keep us busy.
@@ -75,6 +82,28 @@ def check_heaps(path: str | os.PathLike[str]) -> None:
             while at >= 0:
                 budget -= _check_heap(file, start + at, size, budget)
                 at = part.find(_HEAP, at + 1)
+            file.seek(start)
+            for found in _TEXT_NAMES.finditer(file.read(_SEARCH_BYTES + _LONGEST_NAME)):
+                _check_text(file, start + found.start(), len(found[0]), size)
+
+
+def _check_text(file: BinaryIO, name: int, name_bytes: int, size: int) -> None:
+    """Check the length in an attribute message, if the name at this offset belongs to one."""
+    file.seek(max(0, name - 9))
+    head = file.read(9)
+    for version, before, padding in ((1, 8, 8), (2, 8, 1), (3, 9, 1)):
+        fields = head[9 - before :]
+        sizes = [int.from_bytes(fields[at : at + 2], "little") for at in (2, 4, 6)]
+        if len(head) < 9 or fields[0] != version or sizes[0] != name_bytes:
+            continue
+        padded = [-(-part // padding) * padding for part in sizes]
+        name_end, space_end = name + padded[0], name + sum(padded)
+        file.seek(name_end)
+        kind = file.read(1)
+        file.seek(space_end)
+        length = int.from_bytes(file.read(4), "little")
+        if kind and kind[0] & 15 == _VARIABLE and length > min(size, _MAX_TEXT):
+            raise DumpError(f"has a string attribute of {length} bytes")
 
 
 def _check_heap(file: BinaryIO, start: int, size: int, budget: int) -> int:
