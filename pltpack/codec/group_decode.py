@@ -11,13 +11,14 @@ import numpy as np
 
 from pltpack.codec import quantize, rans, tokens
 from pltpack.codec.base import KeyValue, Unit
-from pltpack.codec.levels import CLASSES, step_of
+from pltpack.codec.levels import step_of
 from pltpack.codec.payload import Reader
 from pltpack.codec.rope import Rotation
 from pltpack.snapshot import DTYPES, LayerGeometry
 
 REFERENCED, OWN_MEANS = 1, 2
-HEADER = struct.Struct("<B3xIII")
+#: Flags (one byte and three that are 0), run bytes, escaped values, length of the first stream.
+HEADER = struct.Struct("<4I")
 #: `own means` count in this share of the head's step.
 MEAN_UNIT = np.float32(0.25)
 
@@ -27,6 +28,10 @@ _NO_TURN = np.zeros((0, 0), dtype=np.float32)
 _NO_TURN.flags.writeable = False
 _NO_WORDS = np.empty((0, 0, 0), dtype=np.uint16)
 _NO_FLOATS = np.empty((0, 0, 0), dtype=np.float32)
+
+
+#: Quantized and exact symbol rows, of keys and of values.
+Rows = list[tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Layer:
         return self.geometry.k_dim, self.geometry.v_dim
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Header:
     """The fixed part of a payload, checked."""
 
@@ -102,28 +107,25 @@ def decode(
     """Decode one unit into `out`; `ValueError` if the payload is malformed."""
     reader = Reader(payload)
     header = _header(reader, layer, unit)
-    heads, halves = layer.geometry.heads, [pairs(dim) for dim in layer.dims]
+    heads, halves = layer.geometry.heads, (pairs(layer.geometry.k_dim), pairs(layer.geometry.v_dim))
     kinds = np.empty(4 * heads * unit.tokens, dtype=np.int64)
     coded, exact, *sizes = quantize.plan(header.classes, header.codes, header.bases, *halves, kinds)
     if coded < 0:
         raise ValueError("a step or a table class is out of range")
     predictions = _predictions(header, layer, unit, reference)
-    low = [reader.array(size, "u1") for size in sizes]
+    low = reader.array(sizes[0] + sizes[1], "u1")
     itemsize = DTYPES[layer.geometry.dtype].itemsize
-    rest = [reader.array(heads * exact * dim * (itemsize - 1), "u1") for dim in layer.dims]
+    rest = [reader.array(heads * exact * dim * (itemsize - 1), "u1") if exact else low[:0] for dim in layer.dims]
     symbols = _symbols(reader, header, kinds, halves, (heads * coded, 2 * heads * exact), tables)
-    used = 0
-    for part in (0, 1):
-        used += _decode_part(part, layer, unit, header, predictions[part], symbols[part][0], low[part],
-                             header.escapes[used:], shrink, out[part])  # fmt: skip
-        if exact:
-            where = np.flatnonzero(header.classes == tokens.EXACT)
+    _dequantize(layer, unit, header, predictions, symbols, (low[: sizes[0]], low[sizes[0] :]), shrink, out)
+    if exact:
+        where = np.flatnonzero(header.classes == tokens.EXACT)
+        for part in (0, 1):
             _place_exact(symbols[part][1], rest[part], where, out[part])
-        if header.flags & REFERENCED and reference is not None:
-            where = np.flatnonzero(header.classes == tokens.COPY)
-            out[part][:, where] = reference[part][:, where]
-    if used != header.escapes.size:
-        raise ValueError("payload has a wrong number of escapes")
+    if header.flags & REFERENCED and reference is not None:
+        where = np.flatnonzero(header.classes == tokens.COPY)
+        for x, y in zip(out, reference, strict=True):
+            x[:, where] = y[:, where]
 
 
 def _predictions(header: Header, layer: Layer, unit: Unit, reference: KeyValue | None) -> KeyValue:
@@ -139,19 +141,22 @@ def _predictions(header: Header, layer: Layer, unit: Unit, reference: KeyValue |
 
 def _header(reader: Reader, layer: Layer, unit: Unit) -> Header:
     heads, channels = layer.geometry.heads, layer.geometry.elements_per_token
-    fixed = reader.take(HEADER.size)
-    flags, runs, escapes, stream = HEADER.unpack(fixed)
-    if flags not in (0, REFERENCED, OWN_MEANS) or any(fixed[1:4]) or escapes % 2:
+    fixed = reader.take(HEADER.size + 6 * heads)
+    flags, runs, escapes, stream = HEADER.unpack_from(fixed)
+    if flags not in (0, REFERENCED, OWN_MEANS) or escapes % 2:
         raise ValueError("payload header is damaged")
-    codes, bases = reader.array(2 * heads, "<i2"), reader.array(2 * heads, "u1")
-    classes = tokens.unpack_runs(reader.array(runs, "u1"), unit.tokens, flags == REFERENCED)
-    means = reader.array(channels if flags & OWN_MEANS else 0, "<i2")
-    found = reader.array(escapes, "<i2").astype(np.int16)
-    return Header(flags, codes, bases, classes, means, found, stream)
+    # Copies are aligned and writable, always one type to the compiled loops.
+    codes = np.frombuffer(fixed, "<i2", 2 * heads, HEADER.size).astype(np.int16)
+    bases = np.frombuffer(fixed, np.uint8, 2 * heads, HEADER.size + 4 * heads).copy()
+    body = reader.array(runs + 2 * (channels if flags == OWN_MEANS else 0) + 2 * escapes, "u1")
+    classes = tokens.unpack_runs(body[:runs], unit.tokens, flags == REFERENCED)
+    numbers = body[runs:].copy().view("<i2").astype(np.int16, copy=False)
+    split = len(numbers) - escapes
+    return Header(flags, codes, bases, classes, numbers[:split], numbers[split:], stream)
 
 
-def _symbols(reader: Reader, header: Header, kinds: np.ndarray, halves: list[int], counts: tuple[int, int],
-             tables: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+def _symbols(reader: Reader, header: Header, kinds: np.ndarray, halves: tuple[int, int], counts: tuple[int, int],
+             tables: np.ndarray) -> Rows:  # fmt: skip
     """Quantized and exact symbol rows of keys and of values; `counts` of each per part."""
     coded, exact = counts
     first = reader.take(header.stream)
@@ -171,34 +176,33 @@ def _symbols(reader: Reader, header: Header, kinds: np.ndarray, halves: list[int
     return found
 
 
-def _decode_part(part: int, layer: Layer, unit: Unit, header: Header, prediction: np.ndarray, symbols: np.ndarray,
-                 low: np.ndarray, escapes: np.ndarray, shrink: np.ndarray, out: np.ndarray) -> int:  # fmt: skip
-    """Dequantize all heads of keys or values; gives the number of escaped values used."""
-    heads, dim = layer.geometry.heads, layer.dims[part]
-    kind, cos, sin = 0, _NO_TURN, _NO_TURN
-    if part == 0 and layer.rotation is not None:
-        kind = 2 if layer.rotation.interleaved else 1
+def _dequantize(layer: Layer, unit: Unit, header: Header, predictions: KeyValue, symbols: Rows,
+                low: KeyValue, shrink: np.ndarray, out: KeyValue) -> None:  # fmt: skip
+    """Dequantize all heads into `out`, straight into its words where they are bfloat16 in rows."""
+    turn, cos, sin = 0, _NO_TURN, _NO_TURN
+    if layer.rotation is not None:
+        turn = 2 if layer.rotation.interleaved else 1
         cos, sin = layer.rotation.tables(unit.position, unit.tokens)
-    words, floats = _NO_WORDS, _NO_FLOATS
-    direct = out.dtype == ml_dtypes.bfloat16 and out[0].flags.c_contiguous
-    if direct:
-        words = out.view(np.uint16)
-    elif out.dtype == ml_dtypes.bfloat16:
-        words = np.empty(out.shape, dtype=np.uint16)
-    else:
-        floats = np.zeros(out.shape, dtype=np.float32)
-    used = int(quantize.dequantize(
-        symbols.reshape(-1), header.classes, header.bases[part * heads : (part + 1) * heads],
-        header.codes[part * heads : (part + 1) * heads], shrink[part * CLASSES : (part + 1) * CLASSES],
-        prediction.reshape(-1), int(prediction.shape[1] > 1), low, escapes, kind, cos.reshape(-1), sin.reshape(-1),
-        words, floats, pairs(dim),
-    ))  # fmt: skip
-    if used < 0:
-        raise ValueError("payload has too few escapes")
-    if not direct:
-        coded = header.classes <= tokens.FINEST
-        out[:, coded] = _rounded(words if words.size else floats, out.dtype)[:, coded]
-    return used
+    direct = [x.dtype == ml_dtypes.bfloat16 and x[0].flags.c_contiguous for x in out]
+    words, floats = [_NO_WORDS, _NO_WORDS], [_NO_FLOATS, _NO_FLOATS]
+    for part, x in enumerate(out):
+        if x.dtype == ml_dtypes.bfloat16:
+            words[part] = x.view(np.uint16) if direct[part] else np.zeros(x.shape, dtype=np.uint16)
+        else:
+            floats[part] = np.zeros(x.shape, dtype=np.float32)
+    used = quantize.dequantize(
+        symbols[0][0], symbols[1][0], header.classes, header.bases, header.codes, shrink, predictions[0],
+        predictions[1], predictions[0].shape[1] > 1, low[0], low[1], header.escapes, turn, cos, sin, words[0],
+        words[1], floats[0], floats[1],
+    )  # fmt: skip
+    if used != header.escapes.size:
+        raise ValueError("payload has a wrong number of escapes")
+    if all(direct):
+        return
+    coded = header.classes <= tokens.FINEST
+    for part, x in enumerate(out):
+        if not direct[part]:
+            x[:, coded] = _rounded(words[part] if words[part].size else floats[part], x.dtype)[:, coded]
 
 
 def _rounded(target: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
@@ -215,7 +219,10 @@ def _rounded(target: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 def _place_exact(symbols: np.ndarray, rest: np.ndarray, where: np.ndarray, out: np.ndarray) -> None:
     heads, _, dim = out.shape
     itemsize = out.dtype.itemsize
-    words = np.empty((heads, len(where), dim, itemsize), dtype=np.uint8)
-    words[..., itemsize - 1] = symbols.reshape(heads, len(where), -1)[..., :dim]
-    words[..., : itemsize - 1] = rest.reshape(heads, len(where), dim, itemsize - 1)
-    out[:, where] = words.view(f"<u{itemsize}")[..., 0].astype(f"=u{itemsize}").view(out.dtype)
+    kind = np.dtype(f"u{itemsize}")
+    # Words grow from the lowest byte; the highest comes from the symbols.
+    words = symbols.reshape(heads, len(where), -1)[..., :dim].astype(kind) << kind.type(8 * (itemsize - 1))
+    bytes_ = rest.reshape(heads, len(where), dim, itemsize - 1)
+    for i in range(itemsize - 1):
+        words |= bytes_[..., i].astype(kind) << kind.type(8 * i)
+    out[:, where] = words.view(out.dtype)

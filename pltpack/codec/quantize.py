@@ -240,59 +240,33 @@ def _store_bfloat(line: Any, bits: Any, words: Any, h: int, t: int) -> None:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def dequantize(
+def _heads(
     symbols: Any,
     classes: Any,
     bases: Any,
     codes: Any,
     shrink: Any,
     centres: Any,
-    moving: int,
+    moving: bool,
     low: Any,
     escapes: Any,
+    used: int,
     rotation: int,
     cos: Any,
     sin: Any,
     words: Any,
     floats: Any,
-    half: int,
 ) -> int:
-    """Decode the heads of keys or of values.
-
-    Parameters
-    ----------
-    symbols : ndarray
-        uint8, flat: for each head, for each coded token, `half` symbols.
-    classes : ndarray
-        Token classes, uint8 ``[T]``; rows of exact and copied tokens are left as they are.
-    bases, codes : ndarray
-        Table classes (uint8) and step codes (int16) of the heads ``[H]``.
-    shrink : ndarray
-        float32 ``[27]``.
-    centres : ndarray
-        Predictions, float32, flat: ``[H, 2 * half]``, or ``[H, T, 2 * half]`` when `moving` is 1.
-    low, escapes : ndarray
-        The planes (uint8), as many as `plan` counted, and the escaped pairs (int16).
-    rotation : int
-        0 none, 1 halves, 2 neighbouring pairs, with `cos` and `sin` float32, flat ``[T, dim / 2]``.
-    words, floats : ndarray
-        uint16 or float32 ``[H, T, D]``; the one that is not empty is filled. The last two axes of `words` are
-        contiguous.
-    half : int
-        Symbols per row.
-
-    Returns
-    -------
-    int
-        Escaped values used; -1 if there are too few.
-    """
+    half = symbols.shape[1]
+    symbols, centres = symbols.reshape(symbols.size), centres.reshape(centres.size)
+    cos, sin = cos.reshape(cos.size), sin.reshape(sin.size)
     width = (2 * half + 7) // 8
-    turned = cos.size // max(classes.size, 1)
+    turned = cos.size // classes.size
     digits = np.zeros(2 * half, dtype=np.uint8)
     line = np.zeros(2 * half, dtype=np.float32)
     bits = line.view(np.uint32)
     steps = np.empty(FINEST + 1, dtype=np.float32)
-    row = at = used = 0
+    row = at = 0
     for h in range(bases.size):
         for c in range(FINEST + 1):
             steps[c] = _step(np.int64(codes[h]) - 4 * c)
@@ -328,3 +302,61 @@ def dequantize(
                     floats[h, t, d] = line[d]
             row += 1
     return used
+
+
+@numba.njit(nogil=True, cache=True)
+def dequantize(
+    key_symbols: Any,
+    value_symbols: Any,
+    classes: Any,
+    bases: Any,
+    codes: Any,
+    shrink: Any,
+    key_centres: Any,
+    value_centres: Any,
+    moving: bool,
+    key_low: Any,
+    value_low: Any,
+    escapes: Any,
+    rotation: int,
+    cos: Any,
+    sin: Any,
+    key_words: Any,
+    value_words: Any,
+    key_floats: Any,
+    value_floats: Any,
+) -> Any:
+    """Decode all heads of a unit.
+
+    Parameters
+    ----------
+    key_symbols, value_symbols : ndarray
+        uint8 ``[H * coded tokens, P]``, heads in order.
+    classes : ndarray
+        Token classes, uint8 ``[T]``; rows of exact and copied tokens are left as they are.
+    bases, codes : ndarray
+        Table classes (uint8) and step codes (int16) of all heads ``[2 H]``.
+    shrink : ndarray
+        float32 ``[54]``.
+    key_centres, value_centres : ndarray
+        Predictions, float32 ``[H, 1, 2 P]``, or ``[H, T, 2 P]`` when `moving`.
+    key_low, value_low, escapes : ndarray
+        The planes (uint8), as many as `plan` counted, and the escaped values (int16).
+    rotation : int
+        0 none, 1 halves, 2 neighbouring pairs, with `cos` and `sin` float32 ``[T, dim / 2]``.
+    key_words, value_words, key_floats, value_floats : ndarray
+        uint16 or float32 ``[H, T, D]``; of each two, the one that is not empty is filled. The last two axes of words
+        are contiguous.
+
+    Returns
+    -------
+    int
+        Escaped values used; -1 if there are too few.
+    """
+    heads = bases.size // 2
+    used = _heads(key_symbols, classes, bases[:heads], codes[:heads], shrink[:CLASSES], key_centres, moving, key_low,
+                  escapes, 0, rotation, cos, sin, key_words, key_floats)  # fmt: skip
+    if used < 0:
+        return used
+    return _heads(value_symbols, classes, bases[heads:], codes[heads:], shrink[CLASSES:], value_centres, moving,
+                  value_low, escapes, used, 0, cos, sin, value_words, value_floats)  # fmt: skip
