@@ -1,0 +1,173 @@
+"""Golden archives: package and reference decoder give the frozen values, and encoding gives the frozen bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pltpack
+from benchmarks import make_golden
+from benchmarks.golden_cases import CASES
+from pltpack.archive.segments import Library, Segment, Shard
+from pltpack.codec.base import KeyValue, Unit
+from pltpack.format.tables import FLAG_REFERENCE
+from pltpack.snapshot import DTYPES, Snapshot
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = sorted(path for path in (ROOT / "fixtures" / "golden").iterdir() if path.is_dir())
+
+sys.path.append(str(ROOT / "spec"))
+import reference_decoder  # noqa: E402
+
+each = pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+
+
+def description(folder: Path) -> dict:
+    return json.loads((folder / "case.json").read_text())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@each
+def test_the_package_decodes_it(folder, tmp_path):
+    expected = description(folder)["sessions"]
+    pltpack.verify(folder / "archive")
+    pltpack.decompress(folder / "archive", tmp_path / "out")
+    assert digests(tmp_path / "out") == {entry["file"]: entry["sha256"] for entry in expected.values()}
+    with pltpack.open(folder / "archive") as archive:
+        assert set(archive.sessions) == set(expected)
+        for name, entry in expected.items():
+            snapshot = archive.read(name)
+            for tensor, digest in entry["tensors"].items():
+                if tensor == "tokens":
+                    array = snapshot.tokens
+                else:
+                    _, layer, part = tensor.split(".")
+                    array = snapshot.layer(int(layer))[part == "values"]
+                assert hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() == digest
+
+
+@each
+def test_the_reference_decoder_decodes_it(folder, tmp_path):
+    reference_decoder.decode(folder / "archive", tmp_path / "out")
+    expected = description(folder)["sessions"]
+    assert digests(tmp_path / "out") == {entry["file"]: entry["sha256"] for entry in expected.values()}
+
+
+@each
+def test_lossless_sessions_are_their_inputs(folder):
+    case = make_golden.load(folder)
+    inputs = {snapshot.session: snapshot for step in case.steps for snapshot in step.sessions}
+    with pltpack.open(folder / "archive") as archive:
+        for name, snapshot in inputs.items():
+            assert np.array_equal(archive.shard(name).tokens, snapshot.tokens)
+            assert archive.snapshot(name).identity == snapshot.identity
+            if {step.options.get("quality") for step in case.steps if snapshot in step.sessions} == {"lossless"}:
+                for layer in range(len(snapshot.identity.layers)):
+                    for mine, theirs in zip(snapshot.layer(layer), archive.snapshot(name).layer(
+                            layer, 0, len(snapshot)), strict=True):  # fmt: skip
+                        assert mine.tobytes() == np.ascontiguousarray(theirs).tobytes()
+
+
+@each
+def test_its_units_are_encoded_to_the_same_bytes(folder):
+    case = make_golden.load(folder)
+    inputs = {snapshot.session: snapshot for step in case.steps for snapshot in step.sessions}
+    with pltpack.open(folder / "archive") as archive:
+        shards = {name: archive.shard(name) for name in archive.sessions}
+        for name, shard in shards.items():
+            for record in shard.units:
+                assert encoded(shard, record, inputs[name], shard) == shard.checked_payload(record)
+        for library in archive.libraries:
+            for node in range(len(library.nodes)):
+                sharers = [inputs[name] for name, shard in shards.items() if maps_to(shard, library, node)]
+                payloads = [library.checked_payload(record) for record in library.units_of(node)]
+                # A compacted or appended archive does not say whose values a node has; one of those that share it.
+                assert any(
+                    [encoded(library, record, owner, None) for record in library.units_of(node)] == payloads
+                    for owner in sharers
+                )
+
+
+def maps_to(shard: Shard, library: Library, node: int) -> bool:
+    return any(shard.libraries[run["library"]] is library and run["node"] == node for run in shard.runs)
+
+
+def encoded(segment: Segment, record: np.void, snapshot: Snapshot, shard: Shard | None) -> bytes:
+    """A unit's payload, encoded anew from the input."""
+    start, layer = segment.position_of(record), int(record["layer"])
+    stop, end = start + int(record["token_count"]), len(snapshot)
+    reference = None
+    if shard is None:
+        node = segment.nodes[record["node"]]
+        end = int(node["position"]) + int(node["length"])
+    elif record["flags"] & FLAG_REFERENCE:
+        run = next(run for run in shard.runs if run["session_start"] <= start < run["session_start"] + run["length"])
+        end = int(run["session_start"]) + int(run["length"])
+        reference = mapped(shard, run, layer, start, stop)
+    unit = Unit(layer, snapshot.identity.layers[layer], start, stop - start, end - stop)
+    keys, values = snapshot.layer(layer, start, stop)
+    return segment.codec_of(record).encode(unit, keys, values, reference)
+
+
+def mapped(shard: Shard, run: np.void, layer: int, start: int, stop: int) -> KeyValue:
+    """The mapped values of a token range, decoded unit by unit."""
+    library, shape = shard.libraries[run["library"]], shard.identity.layers[layer]
+    out = tuple(np.empty((shape.heads, stop - start, dim), DTYPES[shape.dtype]) for dim in (shape.k_dim, shape.v_dim))
+    for record in library.units_of(int(run["node"])):
+        at = library.position_of(record)
+        low, high = max(at, start), min(at + int(record["token_count"]), stop)
+        if record["layer"] == layer and low < high:
+            for target, part in zip(out, library.decode(record), strict=True):
+                target[:, low - start : high - start] = part[:, low - at : high - at]
+    return out
+
+
+@each
+def test_making_it_again_gives_the_same(folder, tmp_path):
+    case = make_golden.load(folder)
+    make_golden.build(case, tmp_path / "again")
+    learned: list[bool] = []
+    with pltpack.open(folder / "archive") as old, pltpack.open(tmp_path / "again" / "archive") as new:
+        assert old.sessions == new.sessions
+        assert old.manifest.generation == new.manifest.generation
+        for a, b in zip(old.libraries, new.libraries, strict=True):
+            assert np.array_equal(a.nodes, b.nodes)
+            assert np.array_equal(a.tokens, b.tokens)
+            assert a.states == b.states
+            learned += [np.array_equal(a.container.tables[f"codec.state.{i}"], b.container.tables[f"codec.state.{i}"])
+                        for i in range(len(a.states))]  # fmt: skip
+        for name in old.sessions:
+            a, b = old.shard(name), new.shard(name)
+            assert np.array_equal(a.runs, b.runs)
+            for field in ("layer", "token_start", "token_count", "flags"):
+                assert np.array_equal(a.units[field], b.units[field])
+    # What codecs learn may depend on the machine's sums; all that follows from it may not.
+    if all(learned):
+        assert make_golden.difference(folder / "archive", tmp_path / "again" / "archive") is None
+
+
+def test_every_case_is_frozen():
+    assert [folder.name for folder in FOLDERS] == sorted(CASES)
+
+
+def test_every_mode_of_every_codec_is_there():
+    first: dict[str, set[int]] = {}
+    dtypes: dict[str, set[str]] = {}
+    for folder in FOLDERS:
+        with pltpack.open(folder / "archive") as archive:
+            for segment in (*archive.libraries, *map(archive.shard, archive.sessions)):
+                for record in segment.units:
+                    codec = segment.codec_of(record).codec_id
+                    first.setdefault(codec, set()).add(segment.checked_payload(record)[0])
+                    dtypes.setdefault(codec, set()).add(segment.identity.layers[record["layer"]].dtype)
+    assert first["lossless"] == set(range(7))
+    assert first["group"] == {0, 1, 2}
+    assert dtypes["lossless"] == dtypes["group"] == set(DTYPES)
