@@ -300,7 +300,8 @@ def test_dtype_and_geometry_are_part_of_identity(tmp_path):
     base = session("a", [1, 2, 3])
     as_f16 = [tuple(x.astype(np.float16) for x in base.layer(i)) for i in range(3)]
     wider = [(np.concatenate([k, k]), np.concatenate([v, v])) for k, v in (base.layer(i) for i in range(3))]
-    for layers, field in ((as_f16, r"layers\[0\].dtype"), (wider, r"layers\[0\].heads"), (as_f16[:2], "3 layers against 2")):
+    cases = ((as_f16, r"layers\[0\].dtype"), (wider, r"layers\[0\].heads"), (as_f16[:2], "3 layers against 2"))
+    for layers, field in cases:
         foreign = Snapshot.from_arrays("b", base.tokens, layers, IDENTITY)
         with pytest.raises(IdentityError, match=field):
             pltpack.compress([base, foreign], tmp_path / "a", quality="lossless")

@@ -2,8 +2,9 @@
 
 A codec sees arrays, never files. The archive calls `learn` once per new library segment, stores what it returns, calls
 `start` with it, and then `encode` and `decode`, one unit at a time and from several threads at once. Given the same
-state and unit, `encode` returns the same bytes on every machine and thread count. `decode` is exact: the same payload
-gives the same values everywhere, bit by bit, so float arithmetic is limited to single IEEE operations in a stated order.
+state and unit, `encode` returns the same bytes run after run and on any number of threads. `decode` is exact: the same
+payload gives the same values everywhere, bit by bit, so float arithmetic is limited to single IEEE operations in a
+stated order.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSample:
-    """A run of consecutive tokens of one layer: `unit` says where, the arrays are ``[H, T, D_k]`` and ``[H, T, D_v]``."""
+    """Consecutive tokens of one layer: `unit` says where; the arrays are ``[H, T, D_k]`` and ``[H, T, D_v]``."""
 
     unit: Unit
     keys: np.ndarray
