@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -105,6 +106,27 @@ class Identity:
 
     #: Fields that every session of one archive agrees on; the salt may differ and then forbids sharing.
     ARCHIVE_FIELDS = ("model", "weights", "tokenizer", "rope", "keys", "layers", "tp_rank", "tp_size")
+
+    def __post_init__(self) -> None:
+        # What a file gives back: lists for tuples, text for keys.
+        if isinstance(self.rope, Mapping):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                object.__setattr__(self, "rope", json.loads(json.dumps(dict(self.rope), allow_nan=False)))
+
+    def check(self, path: str | None = None) -> None:
+        """Check that files can hold this identity.
+
+        Raises
+        ------
+        UnsupportedError
+            If a field has the wrong type, or is not plain JSON.
+        """
+        try:
+            self.from_json(json.loads(json.dumps(self.to_json(), allow_nan=False)))
+        except UnsupportedError as error:
+            raise error.at(path) if path else error from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UnsupportedError(f"identity cannot be written as JSON: {error}", path) from None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; unknown fields are left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from pltpack.archive.encoding import Progress
 from pltpack.archive.reader import Archive
 from pltpack.archive.writer import GenerationWriter, Settings
 from pltpack.dumps import open_dumps
-from pltpack.errors import ConflictError, DumpError
+from pltpack.errors import ConflictError, DumpError, FormatError
 from pltpack.format import durable
-from pltpack.format.manifest import NAME, SHARDS
+from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest
 from pltpack.snapshot import Snapshot
 
 #: Tier without a profile.
@@ -74,7 +75,7 @@ def compress(
     """
     settings = Settings(quality or DEFAULT_QUALITY, dedup, block)
     settings.check()
-    target = Path(out)
+    target = new_target(out)
     snapshots = _snapshots(dumps, format, tokens)
     with new_archive(target) as folder:
         GenerationWriter(folder, None, settings, progress or quiet).add(snapshots)
@@ -121,37 +122,62 @@ def _snapshots(dumps: Sequence[PathLike | Snapshot], format: str | None, tokens:
 
 @contextlib.contextmanager
 def open_for_writing(folder: Path) -> Iterator[Archive]:
-    """The present generation of an archive, with the writer's lock held."""
+    """The present generation of an archive, with the writer's lock held; a failure leaves no new files behind."""
     with Archive(folder):
         pass
     with durable.writer_lock(folder), Archive(folder) as archive:
-        yield archive
+        before = _data_files(folder)
+        try:
+            yield archive
+        except BaseException:
+            # The error may have come after the commit: only what the manifest on disk does not name may go.
+            with contextlib.suppress(OSError, FormatError):
+                manifest = Manifest.load(folder)
+                named = {entry.file for entry in (*manifest.libraries, *manifest.sessions)}
+                for name in _data_files(folder) - before - named:
+                    (folder / name).unlink()
+            raise
 
 
-@contextlib.contextmanager
-def new_archive(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that becomes it on success and is removed on failure.
+def _data_files(folder: Path) -> set[str]:
+    names = {path.relative_to(folder).as_posix() for path in (*folder.iterdir(), *(folder / SHARDS).iterdir())}
+    return {name for name in names if LIBRARY_NAME.fullmatch(name) or SHARD_NAME.fullmatch(name)}
+
+
+def new_target(out: PathLike) -> Path:
+    """Where a new archive goes.
 
     Raises
     ------
     ConflictError
-        If `target` exists and is not an empty folder.
+        If an archive or something else but an empty folder is there.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        what = "an archive is there already (use append)" if (target / NAME).exists() else "it exists already"
-        raise ConflictError(what, target)
+    if (Path(out) / NAME).exists():
+        raise ConflictError("an archive is there already (use append)", out)
+    return durable.output_folder(out)
+
+
+@contextlib.contextmanager
+def new_archive(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, given by `new_target`, that becomes it on success and is removed on failure.
+
+    Raises
+    ------
+    ConflictError
+        If something else has taken the name in the meantime.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{target.name}{durable.TEMP_PREFIX}"
+    # File systems end names at 255 bytes, and a character takes up to four.
+    prefix = f".{target.name[:50]}"
     _remove_stale(target.parent, prefix)
-    folder = durable.temp_name(target).with_name(prefix + durable.temp_name(target).name[len(durable.TEMP_PREFIX) :])
+    folder = target.with_name(prefix + durable.temp_name(target).name)
     folder.mkdir()
     try:
         with durable.writer_lock(folder):
             yield folder
             durable.sync_folder(folder / SHARDS)
             durable.sync_folder(folder)
-            os.replace(folder, target)
-            durable.sync_folder(target.parent)
+            durable.publish_folder(folder, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -159,14 +185,8 @@ def new_archive(target: Path) -> Iterator[Path]:
 
 def _remove_stale(parent: Path, prefix: str) -> None:
     """Remove what killed runs towards the same target left behind; a live run holds its lock."""
-    for stale in parent.glob(f"{glob_escape(prefix)}*"):
-        if stale.is_dir():
+    temporary = re.compile(re.escape(prefix + durable.TEMP_PREFIX) + "[0-9a-f]{16}")
+    for stale in [path for path in parent.iterdir() if temporary.fullmatch(path.name)]:
+        if stale.is_dir() and not stale.is_symlink():
             with contextlib.suppress(ConflictError, OSError), durable.writer_lock(stale):
                 shutil.rmtree(stale, ignore_errors=True)
-
-
-def glob_escape(text: str) -> str:
-    """Escape what `pathlib.Path.glob` would take for a pattern."""
-    import glob
-
-    return glob.escape(text)

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from pltpack.archive.decoding import mapped_units
 from pltpack.archive.encoding import UnitJob, split
-from pltpack.archive.reader import mapped_units
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segments import Library
 from pltpack.archive.sharing import Run, run_records

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from pltpack.archive.create import PathLike, quiet
+from pltpack.archive.decoding import decode_layer
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
-from pltpack.archive.reader import Archive, check_layers, check_tokens, decode_layer
+from pltpack.archive.reader import Archive, check_layers, check_tokens
 from pltpack.archive.segments import Segment, Shard
 from pltpack.dumps import open_dumps, write_dump
-from pltpack.errors import ConflictError, FormatError, NotFoundError
+from pltpack.errors import FormatError, NotFoundError
 from pltpack.format import durable
 from pltpack.snapshot import Identity, Snapshot
 
@@ -63,22 +63,19 @@ def decompress(
     ConflictError
         If `out` exists.
     """
-    target = Path(out)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConflictError("it exists already", target)
+    target = durable.output_folder(out)
     with Archive(archive, identity, accept_unknown) as opened:
-        names = list(opened.sessions if sessions is None else sessions)
+        names = list(opened.sessions if sessions is None else dict.fromkeys(sessions))
         chosen = [_part(opened, name, layers, tokens) for name in names]
         target.parent.mkdir(parents=True, exist_ok=True)
         temp = durable.temp_name(target)
         try:
             written = write_dump(_counted(chosen, progress or quiet), temp, to)
-            os.replace(temp, target)
+            durable.publish_folder(temp, target)
         except BaseException:
             _remove(temp)
             raise
-        durable.sync_folder(target.parent)
-    return [target if path == temp else target / path.relative_to(temp) for path in written]
+    return [Path(out) if path == temp else Path(out) / path.relative_to(temp) for path in written]
 
 
 def _remove(path: Path) -> None:
@@ -93,7 +90,7 @@ def _remove(path: Path) -> None:
 def _part(archive: Archive, name: str, layers: range | None, tokens: slice | None) -> Snapshot:
     whole = archive.snapshot(name)
     chosen = check_layers(layers, len(whole.identity.layers))
-    start, stop = check_tokens(tokens, len(whole))
+    start, stop = check_tokens(tokens, len(whole), whole.origin)
     identity = Identity(**{**whole.identity.__dict__, "layers": tuple(whole.identity.layers[i] for i in chosen)})
     return Snapshot(name, whole.tokens[start:stop], identity, _Window(whole, chosen, start), whole.origin)
 

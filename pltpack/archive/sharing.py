@@ -79,13 +79,16 @@ def share(
     first_new = len(existing)
     held: dict[int, list[Run]] = {}
     for session in range(first_new):
+        mapped = [
+            Run(int(r["session_start"]), int(r["length"]), existing[session].libraries[r["library"]],
+                int(r["node"]), int(r["node_start"]))
+            for r in existing[session].runs
+        ]  # fmt: skip
         for node in whole.paths[session]:
-            rows = [
-                Run(int(r["session_start"]), int(r["length"]), existing[session].libraries[r["library"]],
-                    int(r["node"]), int(r["node_start"]))
-                for r in existing[session].runs
-            ]  # fmt: skip
-            rows = _contiguous(_clip(rows, whole.nodes[node].start, whole.nodes[node].stop), whole.nodes[node].start)
+            start, stop = whole.nodes[node].start, whole.nodes[node].stop
+            if sum(r.length for r in held.get(node, [])) == stop - start:
+                continue
+            rows = _contiguous(_clip(mapped, start, stop), start)
             rows = _while(rows, usable)
             if sum(r.length for r in rows) > sum(r.length for r in held.get(node, [])):
                 held[node] = rows

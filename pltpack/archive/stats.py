@@ -74,7 +74,8 @@ def _session(shard: Shard) -> dict[str, Any]:
          "node_start": int(r["node_start"]), "position_shift": int(r["position_shift"])}
         for r in shard.runs
     ]  # fmt: skip
-    codec, config = shard.libraries[shard.states[0][0]].state_entry(shard.states[0][1])
+    states = [shard.libraries[library].state_entry(state) for library, state in shard.states]
+    codec, config = states[0] if states else (None, None)
     corrections = shard.units[(shard.units["flags"] & FLAG_REFERENCE) != 0]
     raw = len(shard.tokens) * sum(layer.bytes_per_token for layer in shard.identity.layers)
     return {

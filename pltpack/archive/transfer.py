@@ -13,12 +13,12 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from pltpack.archive.create import PathLike, new_archive, open_for_writing
+from pltpack.archive.create import PathLike, new_archive, new_target, open_for_writing
 from pltpack.archive.extract import verify
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
 from pltpack.archive.writer import next_library, shard_path
-from pltpack.errors import ConflictError, FormatError
+from pltpack.errors import ConflictError, FormatError, IdentityError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS
 
@@ -50,7 +50,7 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
             shard = merger.shards[0]
             entry = merger.write_shard(shard, shard_path(folder, session), library, lambda size: None)
             manifest = dataclasses.replace(opened.manifest, generation=1, libraries=(library,), sessions=(entry,))
-        with open(temp, "xb") as file:
+        with durable.naming(target), open(temp, "xb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 _add(tar, NAME, io.BytesIO(manifest.to_bytes()))
                 for name in (library.file, entry.file):
@@ -91,7 +91,7 @@ def import_session(archive: PathLike, file: PathLike) -> str:
     """
     target, source = Path(archive), Path(file)
     if not target.exists():
-        with new_archive(target) as folder:
+        with new_archive(new_target(target)) as folder:
             (folder / SHARDS).mkdir()
             _unpack(source, folder)
             return _check(folder, source)
@@ -123,6 +123,9 @@ def _check(folder: Path, source: Path) -> str:
 def _adopt(current: Archive, incoming: Archive, source: Path) -> None:
     target, manifest = current.path, current.manifest
     manifest.identity.require_same(incoming.identity, str(source))
+    if manifest.identity.digest() != incoming.identity.digest():
+        # Equal numbers may be written in two ways (10000 and 10000.0); the file's parts carry the digest of theirs.
+        raise IdentityError("identity is written in another way than the archive's, so its digest differs", source)
     entry = incoming.manifest.sessions[0]
     if entry.session in current.sessions:
         raise ConflictError(f"session {entry.session!r} is in the archive already", source)
@@ -147,7 +150,7 @@ def _adopt(current: Archive, incoming: Archive, source: Path) -> None:
 def _copy(source: Path, target: Path) -> None:
     temp = durable.temp_name(target)
     try:
-        with open(source, "rb") as data, open(temp, "xb") as file:
+        with durable.naming(target), open(source, "rb") as data, open(temp, "xb") as file:
             shutil.copyfileobj(data, file, 1 << 20)
             durable.sync_file(file)
         durable.publish(temp, target)
@@ -167,7 +170,7 @@ def _unpack(source: Path, folder: Path) -> None:
                 data = tar.extractfile(member) if count < MAX_MEMBERS and allowed and plain else None
                 if data is None:
                     raise FormatError(f"not a session file: it holds {name!r}", source)
-                with open(folder / member.name, "xb") as file:
+                with durable.naming(folder / name), open(folder / name, "xb") as file:
                     shutil.copyfileobj(data, file, 1 << 20)
     except (tarfile.TarError, EOFError, FileExistsError, UnicodeError) as error:
         raise FormatError(f"not a session file: {error}", source) from None

@@ -151,11 +151,14 @@ class GenerationWriter:
         largest = max(layer.bytes_per_token for layer in identity.layers) * max(self._settings.block, UNIT_TOKENS)
         if largest > tables.MAX_UNIT_BYTES:
             raise UnsupportedError(f"units of {largest} bytes exceed the limit (try a smaller block)")
-        seen = {e.session for e in self._archive.manifest.sessions} if self._archive else set()
+        held = {e.session for e in self._archive.manifest.sessions} if self._archive else set()
+        seen = set(held)
         for snapshot in snapshots:
+            snapshot.identity.check(snapshot.origin)
             identity.require_same(snapshot.identity, snapshot.origin)
             if snapshot.session in seen:
-                raise ConflictError(f"session {snapshot.session!r} is in the archive already", snapshot.origin)
+                where = "is in the archive already" if snapshot.session in held else "is given twice"
+                raise ConflictError(f"session {snapshot.session!r} {where}", snapshot.origin)
             if len(snapshot) > tables.MAX_TOKENS:
                 raise UnsupportedError(f"{len(snapshot)} tokens exceed the limit", snapshot.origin)
             session_to_file(snapshot.session)

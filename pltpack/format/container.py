@@ -6,6 +6,7 @@ padded with spaces to a reserved length and filled in at the end, as safetensors
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pltpack.errors import FormatError
+from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import durable, json_text
 
 #: Longest header, as in safetensors.
@@ -31,6 +32,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8"),
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class GoneError(FormatError):
+    """A file that the manifest names is not there any more: damage, or a newer generation has taken its place."""
 
 
 class ContainerWriter:
@@ -50,16 +55,23 @@ class ContainerWriter:
         self.path = path
         self._reserve = (reserve + 7) // 8 * 8
         self._temp = durable.temp_name(path)
-        self._file: BinaryIO | None = open(self._temp, "xb")  # noqa: SIM115
-        self._file.write(bytes(8 + self._reserve))
         self._payload_hash = hashlib.sha256()
         self.payload_bytes = 0
+        self._check_size("header", self._reserve, MAX_HEADER_BYTES)
+        self._file: BinaryIO | None = open(self._temp, "xb")  # noqa: SIM115
+        try:
+            with durable.naming(path):
+                self._file.write(bytes(8 + self._reserve))
+        except BaseException:
+            self.abort()
+            raise
 
     def append(self, payload: bytes | memoryview) -> int:
         """Add payload bytes; returns their offset in the payload."""
         assert self._file is not None
         offset = self.payload_bytes
-        self._file.write(payload)
+        with durable.naming(self.path):
+            self._file.write(payload)
         self._payload_hash.update(payload)
         self.payload_bytes += len(payload)
         return offset
@@ -95,23 +107,31 @@ class ContainerWriter:
             raise FormatError(f"header of {len(encoded)} bytes exceeds the {self._reserve} reserved", self.path)
         head = struct.pack("<Q", self._reserve) + encoded.ljust(self._reserve, b" ")
         tail = b"".join(chunks)
-        self._file.write(tail)
-        self._file.seek(0)
-        self._file.write(head)
-        durable.sync_file(self._file)
-        size = self._file.seek(0, os.SEEK_END)
-        self._file.close()
-        self._file = None
-        durable.publish(self._temp, self.path)
+        self._check_size("tables", len(tail), MAX_TABLE_BYTES)
+        with durable.naming(self.path):
+            self._file.write(tail)
+            self._file.seek(0)
+            self._file.write(head)
+            durable.sync_file(self._file)
+            size = self._file.seek(0, os.SEEK_END)
+            self._file.close()
+            self._file = None
+            durable.publish(self._temp, self.path)
         head_digest = hashlib.sha256(head + tail).hexdigest()
         return ContainerInfo(size, head_digest, self._payload_hash.hexdigest(), self.payload_bytes)
 
     def abort(self) -> None:
         """Remove the temporary file; harmless after `commit`."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            # Closing writes what is buffered, which a full disk refuses once more.
+            with contextlib.suppress(OSError):
+                file.close()
             self._temp.unlink(missing_ok=True)
+
+    def _check_size(self, what: str, size: int, limit: int) -> None:
+        if size > limit:
+            raise UnsupportedError(f"{what} of {size} bytes would exceed the format's limit of {limit}", self.path)
 
 
 class ContainerInfo:
@@ -145,17 +165,16 @@ class Container:
 
     Raises
     ------
+    GoneError
+        If the file is missing.
     FormatError
-        If the file is missing, has another size, breaks the container rules, or its head has another digest.
+        If it has another size, breaks the container rules, or its head has another digest.
     """
 
     def __init__(self, path: Path, size: int, head_sha256: str) -> None:
         self.path = path
-        try:
-            # Without O_NONBLOCK, opening a pipe that has such a name would wait for its other end.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise FormatError("the file that the manifest names is missing", path) from None
+        self._reopen_as: tuple[int, int, int] | None = None
+        self._fd = _open(path)
         try:
             self._open(size, head_sha256)
         except BaseException:
@@ -191,15 +210,36 @@ class Container:
                 self.tables[name] = np.frombuffer(tail[first - end : last - end], _DTYPES[dtype]).reshape(shape)
 
     def _read(self, offset: int, length: int) -> bytes:
+        if self._reopen_as is None:
+            return self._read_from(self._fd, offset, length)
+        fd = _open(self.path)
+        try:
+            if _inode(fd) != self._reopen_as:
+                raise GoneError("the file was replaced while the archive was open", self.path)
+            return self._read_from(fd, offset, length)
+        finally:
+            os.close(fd)
+
+    def _read_from(self, fd: int, offset: int, length: int) -> bytes:
         parts = []
         while length:
-            data = os.pread(self._fd, min(length, 1 << 30), offset)
+            data = os.pread(fd, min(length, 1 << 30), offset)
             if not data:
                 raise FormatError("file ends early", self.path)
             parts.append(data)
             offset += len(data)
             length -= len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def release(self) -> None:
+        """Keep no descriptor from now on but open the file for every read, for archives of very many files.
+
+        Call it before others read the container.
+        """
+        if self._fd >= 0:
+            self._reopen_as = _inode(self._fd)
+            os.close(self._fd)
+            self._fd = -1
 
     def payload(self, offset: int, length: int) -> bytes:
         """Payload bytes ``[offset, offset + length)``; the range has been checked against `payload_bytes`."""
@@ -240,9 +280,23 @@ class Container:
 
     def close(self) -> None:
         """Close the file; harmless when repeated."""
+        self._reopen_as = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _open(path: Path) -> int:
+    try:
+        # Without O_NONBLOCK, opening a pipe that has such a name would wait for its other end.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise GoneError("the file that the manifest names is missing", path) from None
+
+
+def _inode(fd: int) -> tuple[int, int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size
 
 
 Entry = tuple[str, tuple[int, ...], int, int]

@@ -21,6 +21,17 @@ def temp_name(path: Path) -> Path:
     return path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of the system that name no file, as those of writes do not, the file in question."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def sync_file(file: IO[Any]) -> None:
     """Flush a file's bytes to the device."""
     file.flush()
@@ -46,12 +57,48 @@ def write_file(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all."""
     temp = temp_name(path)
     try:
-        with open(temp, "xb") as file:
-            file.write(data)
-            sync_file(file)
-        publish(temp, path)
+        with naming(path):
+            with open(temp, "xb") as file:
+                file.write(data)
+                sync_file(file)
+            publish(temp, path)
     finally:
         temp.unlink(missing_ok=True)
+
+
+def output_folder(out: str | os.PathLike[str]) -> Path:
+    """The path of a folder that is to be made and renamed into place: symbolic links and ``..`` followed.
+
+    Raises
+    ------
+    ConflictError
+        If something is there that a rename may not replace: anything but an empty folder that nobody works in.
+    """
+    target = Path(out)
+    if target.is_symlink() or target.name in ("", ".."):
+        target = Path(os.path.realpath(target))
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConflictError("it exists already", out)
+    if target.is_dir() and os.path.samefile(target, os.curdir):
+        raise ConflictError("it is the current folder, which cannot be replaced; give the name of a new one", out)
+    return target
+
+
+def publish_folder(temp: Path, target: Path) -> None:
+    """Give a folder or file its final name, which nothing but an empty folder has, durably.
+
+    Raises
+    ------
+    ConflictError
+        If something has taken the name in the meantime, or the system refuses.
+    """
+    try:
+        os.replace(temp, target)
+    except IsADirectoryError:
+        raise ConflictError("it is a folder, but a file is to be written", target) from None
+    except OSError as error:
+        raise ConflictError(f"it cannot take its place ({error.strerror})", target) from None
+    sync_folder(target.parent)
 
 
 @contextlib.contextmanager

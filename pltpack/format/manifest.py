@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
-from pltpack.errors import FormatError, PltpackError
+from pltpack.errors import FormatError, PltpackError, UnsupportedError
 from pltpack.format import durable, json_text
 from pltpack.format.container import FORMAT_VERSION
 from pltpack.format.tables import MAX_LAYERS
@@ -126,7 +128,10 @@ class Manifest:
         """
         path = archive / NAME
         try:
-            with open(path, "rb") as file:
+            # Without O_NONBLOCK, opening a pipe of that name would wait for its other end.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise FormatError("not a regular file", path)
                 data = file.read(MAX_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise FormatError(f"not an archive (no {NAME})", archive) from None
@@ -135,8 +140,21 @@ class Manifest:
         return cls.parse(data, path)
 
     def commit(self, archive: Path) -> None:
-        """Make this generation the archive's, durably and at once."""
-        durable.write_file(archive / NAME, self.to_bytes())
+        """Make this generation the archive's, durably and at once.
+
+        Raises
+        ------
+        UnsupportedError
+            If readers would refuse it, for its size or the values in it.
+        """
+        data = self.to_bytes()
+        try:
+            if len(data) > MAX_BYTES:
+                raise FormatError("manifest is larger than allowed")
+            self.parse(data, archive / NAME)
+        except FormatError as error:
+            raise UnsupportedError(f"this generation could not be read back: {error.fact}", archive) from None
+        durable.write_file(archive / NAME, data)
 
 
 def _digest(body: object) -> str:

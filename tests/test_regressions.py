@@ -1,0 +1,273 @@
+"""One test per bug that was found and fixed, so that none comes back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from archives import equal_bits, session
+
+import pltpack
+from pltpack.archive import reader
+from pltpack.errors import ConflictError, FormatError, IdentityError, UnsupportedError
+from pltpack.format import durable
+from pltpack.format import manifest as manifest_format
+from pltpack.format.container import ContainerWriter
+from pltpack.snapshot import Identity, Snapshot
+
+
+def small(name: str, rope: object = None, **fields: object) -> Snapshot:
+    """A session of two tokens."""
+    values = np.zeros((1, 2, 4), np.float32)
+    return Snapshot.from_arrays(name, [1, 2], [(values, values)], Identity(rope=rope, **fields))
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Four sessions that share a prefix, in blocks of 4."""
+    path = tmp_path / "archive"
+    sessions = [session(f"s{i}", [*range(12), i, i + 1]) for i in range(4)]
+    pltpack.compress(sessions, path, quality="lossless", block=4)
+    return path, sessions
+
+
+def test_an_archive_of_more_files_than_a_process_may_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_OPEN", 8)
+    sessions = [session(f"s{i}", [1, 2, 3, 4, i]) for i in range(150)]
+    pltpack.compress(sessions, tmp_path / "a", quality="lossless", block=4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, hard))
+    try:
+        pltpack.verify(tmp_path / "a")
+        pltpack.append(tmp_path / "a", [session("more", [1, 2, 3, 4, 9])])
+        pltpack.compact(tmp_path / "a")
+        pltpack.decompress(tmp_path / "a", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not pltpack.verify(tmp_path / "a", against=sessions)["differences"]
+
+
+@pytest.mark.parametrize("most", [0, 128], ids=["released", "open"])
+def test_a_reader_goes_on_when_its_files_are_compacted_away(archive, monkeypatch, most):
+    monkeypatch.setattr(reader, "MAX_OPEN", most)
+    path, sessions = archive
+    with pltpack.open(path) as opened:
+        before = opened.snapshot("s0")
+        pltpack.append(path, [session("new", [*range(12), 99])])
+        pltpack.compact(path)
+        assert equal_bits(before, sessions[0])
+        for original in sessions:
+            assert equal_bits(opened.read(original.session), original)
+
+
+def test_readers_beside_a_writer_that_compacts_all_the_time(archive):
+    path, sessions = archive
+    failures: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for turn in range(40):
+                with pltpack.open(path) as opened:
+                    assert equal_bits(opened.read(sessions[turn % 4].session), sessions[turn % 4])
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while thread.is_alive():
+        pltpack.compact(path)
+    assert not failures
+
+
+def test_a_file_that_is_really_missing_is_an_error(archive):
+    path, _ = archive
+    (path / "shards" / "s1.pltshard").unlink()
+    with pltpack.open(path) as opened, pytest.raises(FormatError, match=r"s1\.pltshard.*missing"):
+        opened.read("s1")
+
+
+def test_a_reader_refuses_an_archive_that_took_the_place_of_its_own(archive, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_OPEN", 0)
+    path, _ = archive
+    with pltpack.open(path) as opened:
+        snapshot = opened.snapshot("s0")
+        path.rename(tmp_path / "former")
+        pltpack.compress([session("s0", range(30))], path, quality="lossless")
+        pltpack.append(path, [session("s9", range(30))])
+        with pytest.raises(FormatError, match="replaced"):
+            snapshot.layer(0)
+
+
+def test_output_through_symbolic_links(archive, tmp_path):
+    path, sessions = archive
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("new")
+    pltpack.compress(sessions, tmp_path / "link")
+    pltpack.decompress(path, tmp_path / "dangling")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "MANIFEST.json").exists()
+    assert len(list(pltpack.open_dumps(tmp_path / "new"))) == 4
+
+
+def test_the_current_folder_is_no_output(archive, tmp_path, monkeypatch):
+    path, sessions = archive
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConflictError, match="current folder"):
+        pltpack.compress(sessions, ".")
+    with pytest.raises(ConflictError, match="current folder"):
+        pltpack.decompress(path, ".")
+
+
+def test_a_file_does_not_replace_an_empty_folder(archive, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConflictError, match="folder"):
+        pltpack.decompress(archive[0], tmp_path / "out", to="hdf5")
+    assert files(tmp_path / "out") == set() and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_an_output_that_appears_while_the_archive_is_made(tmp_path):
+    def meddle(stage: str, done: int, total: int) -> None:
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / "mine").touch()
+
+    with pytest.raises(ConflictError, match="cannot take its place"):
+        pltpack.compress([small("s")], tmp_path / "a", progress=meddle)
+    assert files(tmp_path) == {"a", "a/mine"}
+
+
+def test_folders_that_only_look_like_leftovers_stay(tmp_path):
+    (tmp_path / ".a.tmp-notes").mkdir()
+    (tmp_path / f".a.tmp-{'0' * 16}").mkdir()
+    pltpack.compress([small("s")], tmp_path / "a")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", ".a.tmp-notes"}
+
+
+def test_long_names_of_archives(tmp_path):
+    pltpack.compress([small("s")], tmp_path / ("é" * 120))
+
+
+def test_a_full_disk_leaves_no_temporary_file(tmp_path):
+    writer = ContainerWriter(tmp_path / "x", 64)
+    assert writer._file is not None
+    writer._file.close()
+    writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    writer.append(b"some bytes that stay in the buffer")
+    writer.abort()
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("job", ["append", "compact", "import"])
+def test_a_failed_generation_leaves_no_files(archive, tmp_path, monkeypatch, job):
+    path, sessions = archive
+    pltpack.export_session(path, "s0", tmp_path / "s0.file")
+    pltpack.compress([session("other", [*range(12), 77])], tmp_path / "b", quality="lossless", block=4)
+    target = path if job == "compact" else tmp_path / "b"
+    before = files(target)
+
+    def full(file: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(durable, "write_file", lambda path, data: full(path))
+    work = {
+        "append": lambda: pltpack.append(target, [sessions[1]]),
+        "compact": lambda: pltpack.compact(target),
+        "import": lambda: pltpack.import_session(target, tmp_path / "s0.file"),
+    }
+    with pytest.raises(OSError, match="No space left"):
+        work[job]()
+    monkeypatch.undo()
+    assert files(target) == before | {".lock"}
+    pltpack.verify(target)
+
+
+def test_a_failure_after_the_commit_keeps_the_new_generation(archive, monkeypatch):
+    path, sessions = archive
+    write = durable.write_file
+
+    def commit_then_fail(path: Path, data: bytes) -> None:
+        write(path, data)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(durable, "write_file", commit_then_fail)
+    with pytest.raises(OSError, match="Input/output"):
+        pltpack.append(path, [session("late", [*range(12), 5, 6, 7, 8])])
+    monkeypatch.undo()
+    assert pltpack.verify(path)["sessions"] == len(sessions) + 1
+
+
+def test_errors_of_full_disks_name_the_file(tmp_path, monkeypatch):
+    def full(file: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(durable, "sync_file", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        pltpack.compress([small("s")], tmp_path / "a")
+    assert "library-000001" in str(caught.value.filename)
+
+
+def test_a_manifest_that_could_not_be_read_back_is_not_committed(archive, monkeypatch):
+    path, sessions = archive
+    monkeypatch.setattr(manifest_format, "MAX_BYTES", (path / "MANIFEST.json").stat().st_size + 50)
+    with pytest.raises(UnsupportedError, match="larger than allowed"):
+        pltpack.append(path, [session("one-too-many", [1])])
+    assert pltpack.verify(path)["sessions"] == len(sessions)
+
+
+@pytest.mark.parametrize("fields", [
+    {"rope": {"theta": float("nan")}}, {"rope": {"theta": float("inf")}}, {"rope": {"theta": {1}}}, {"model": 5},
+    {"keys": "other"}, {"rope": {"theta": np.float32(1)}},
+])  # fmt: skip
+def test_identities_that_no_file_can_hold(tmp_path, fields):
+    with pytest.raises(UnsupportedError, match="identity"):
+        pltpack.compress([small("s", **fields)], tmp_path / "a")
+    assert files(tmp_path) == set()
+
+
+def test_identities_are_what_a_file_gives_back(tmp_path):
+    rope = {"type": "x", "factors": (1, 2), 3: "three"}
+    pltpack.compress([small("s", rope)], tmp_path / "a", quality="lossless")
+    pltpack.append(tmp_path / "a", [small("t", rope)])
+    assert not pltpack.verify(tmp_path / "a", against=[small("s", rope)])["differences"]
+
+
+def test_import_of_an_identity_that_is_equal_but_written_in_another_way(tmp_path):
+    pltpack.compress([small("s", {"type": "x", "theta": 10000})], tmp_path / "a")
+    pltpack.compress([small("t", {"type": "x", "theta": 10000.0})], tmp_path / "b")
+    pltpack.export_session(tmp_path / "b", "t", tmp_path / "t.file")
+    with pytest.raises(IdentityError, match="another way"):
+        pltpack.import_session(tmp_path / "a", tmp_path / "t.file")
+    assert pltpack.verify(tmp_path / "a")["sessions"] == 1
+
+
+def test_a_pipe_in_the_manifest_s_place_does_not_hang(archive):
+    path, _ = archive
+    (path / "MANIFEST.json").unlink()
+    os.mkfifo(path / "MANIFEST.json")
+    with pytest.raises(FormatError, match="regular file"):
+        pltpack.open(path)
+
+
+def test_a_session_asked_for_twice_is_written_once(archive, tmp_path):
+    written = pltpack.decompress(archive[0], tmp_path / "out", sessions=["s1", "s1"])
+    assert written == [tmp_path / "out" / "s1.safetensors"]
+
+
+def test_a_token_range_that_does_not_fit_names_the_session(archive, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"s0\.pltshard.*0:14"):
+        pltpack.decompress(archive[0], tmp_path / "out", tokens=slice(0, 15))
+
+
+def test_a_session_given_twice_is_not_called_present(tmp_path):
+    with pytest.raises(ConflictError, match="given twice"):
+        pltpack.compress([small("s"), small("s")], tmp_path / "a")
