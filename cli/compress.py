@@ -39,7 +39,7 @@ def compress(
     \b
     Tiers:
       lossless              bit-exact, for every dtype
-      q4, q3, q2, q1        groups of 8 values share one scale, 4 to 1 bits a value, first 4 tokens exact
+      q4, q3, q2, q1        about 4 to 1 bits a value, finer for tokens that matter, first 4 exact
       turboquant-4, -3, -2  the per-vector baseline: random rotation, Lloyd-Max levels
     """
     import pltpack
