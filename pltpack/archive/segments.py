@@ -281,6 +281,8 @@ class Shard(Segment):
             starts = self.units["token_start"][1:].astype(np.int64)
             if ((self.units["layer"][1:] < self.units["layer"][:-1]) | (same & (starts < ends[:-1]))).any():
                 raise FormatError("units overlap or are out of order", path)
+        bounds = np.searchsorted(self.units["layer"], np.arange(len(self.identity.layers) + 1))
+        self.layer_bounds: list[int] = bounds.tolist()
         self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries))
         for run in self.runs:
             self._check_run(run)

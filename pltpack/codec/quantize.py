@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from pltpack.codec import vectors
+from pltpack.codec import fused, vectors
 from pltpack.codec.levels import CLASSES, POWERS, RAW_BITS, STEP_CODES
 from pltpack.codec.tokens import EXACT, FINEST
 from pltpack.codec.vectors import BLOCK
@@ -265,6 +265,9 @@ def _heads(
     digits = np.zeros(2 * half, dtype=np.uint8)
     line = np.zeros(2 * half, dtype=np.float32)
     bits = line.view(np.uint32)
+    # The usual case needs no memory between symbols and words: whole blocks, and RoPE on a symbol's own pairs.
+    usual = half % BLOCK == 0 and words.size > 0 and words.shape[2] == 2 * half
+    usual = usual and (rotation == 0 or (rotation == 1 and turned == half))
     steps = np.empty(FINEST + 1, dtype=np.float32)
     row = at = 0
     for h in range(bases.size):
@@ -279,6 +282,13 @@ def _heads(
             step = steps[token]
             place = row * half
             centre = (h * classes.size + t if moving else h) * 2 * half
+            if usual and r < 4:
+                to = h * (words.strides[0] // 2) + t * 2 * half
+                if not fused.row(symbols, place, low, at, r, half, step, shrink[k], centres, centre, rotation == 1, cos,
+                              sin, t * turned, words, to):  # fmt: skip
+                    at += r * width
+                    row += 1
+                    continue
             if r == 0:
                 escaped = _plain(symbols, place, step, shrink[k], centres, centre, line)
             else:
