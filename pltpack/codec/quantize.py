@@ -123,7 +123,7 @@ def emit(q: Any, classes: Any, base: int, half: int, freqs: Any, symbols: Any, l
     return escaped
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(cache=True)
 def plan(classes: Any, codes: Any, bases: Any, key_half: int, value_half: int, tables: Any) -> Any:
     """Tables of all symbol rows, keys' quantized, values' quantized, keys' exact, values' exact.
 

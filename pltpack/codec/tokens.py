@@ -74,7 +74,7 @@ def pack_runs(found: np.ndarray) -> np.ndarray:
     return np.array(runs, dtype=np.uint8)
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(cache=True)
 def _unpack(runs: Any, copies: bool, out: Any) -> Any:
     at: Any = 0
     for i in range(runs.size):
