@@ -72,6 +72,8 @@ def _identity(file: Path | None) -> Identity | None:
             raise DumpError("holds no session whose identity could be taken", file)
         return first.identity
     try:
+        if file.exists() and not file.is_file():
+            raise DumpError("is not a regular file")
         if file.stat().st_size > MAX_JSON:
             raise DumpError(f"identity file is larger than {MAX_JSON} bytes")
         data = parse_json(file.read_bytes(), "identity file")

@@ -21,6 +21,8 @@ def check_session(name: str) -> str:
     UnsupportedError
         If it is empty, too long, or holds control characters or lone surrogates.
     """
+    if not isinstance(name, str):
+        raise UnsupportedError(f"session name {name!r} is not text")
     try:
         size = len(name.encode())
     except UnicodeEncodeError:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from pltpack.errors import IdentityError, UnsupportedError
+from pltpack.errors import DumpError, IdentityError, UnsupportedError
 
 #: Cache dtypes by the names safetensors gives them.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -319,9 +319,9 @@ class Snapshot:
         Raises
         ------
         UnsupportedError
-            If shapes or dtypes do not fit together.
+            If shapes or dtypes do not fit together, or `tokens` are not token ids.
         """
-        ids = np.asarray(tokens, dtype=np.int32)
+        ids = token_ids(tokens)
         arrays = tuple((np.asarray(k), np.asarray(v)) for k, v in layers)
         geometry = tuple(layer_geometry(i, k, v, len(ids)) for i, (k, v) in enumerate(arrays))
         base = identity if identity is not None else Identity()
@@ -335,8 +335,23 @@ class Snapshot:
         return len(self.tokens)
 
     def layer(self, index: int, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of one layer, ``[H_kv, stop - start, D]`` each, in their stored dtype."""
-        return self.source.layer(index, start, len(self) if stop is None else stop)
+        """Keys and values of one layer, ``[H_kv, stop - start, D]`` each, in their stored dtype.
+
+        Raises
+        ------
+        DumpError
+            If the source gives other shapes or dtypes than the identity says: sources are anybody's, and codecs trust.
+        """
+        stop = len(self) if stop is None else stop
+        arrays = self.source.layer(index, start, stop)
+        shape = self.identity.layers[index]
+        for name, array, dim in zip(("keys", "values"), arrays, (shape.k_dim, shape.v_dim), strict=True):
+            wanted = (shape.heads, stop - start, dim)
+            if array.shape != wanted or array.dtype != DTYPES[shape.dtype]:
+                found, expected = f"{array.dtype} {list(array.shape)}", f"{shape.dtype} {list(wanted)}"
+                where = f"session {self.session!r}, layer {index}: {name}"
+                raise DumpError(f"{where} are {found}, not as the identity says ({expected})", self.origin)
+        return arrays
 
     @property
     def raw_bytes(self) -> int:
@@ -347,6 +362,22 @@ class Snapshot:
     def elements(self) -> int:
         """Number of key and value elements."""
         return len(self) * sum(layer.elements_per_token for layer in self.identity.layers)
+
+
+def token_ids(tokens: Any, path: str | None = None) -> np.ndarray:
+    """Token ids as int32 ``[T]``.
+
+    Raises
+    ------
+    UnsupportedError
+        If `tokens` are not one-dimensional integers from 0 to 2**31 - 1.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UnsupportedError(f"tokens are {array.dtype} of shape {list(array.shape)}, not a list of integers", path)
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << 31):
+        raise UnsupportedError("token ids are outside 0 to 2**31 - 1", path)
+    return array.astype(np.int32)
 
 
 def layer_geometry(index: int, keys: np.ndarray, values: np.ndarray, tokens: int) -> LayerGeometry:

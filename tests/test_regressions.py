@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from archives import equal_bits, session
+from cli_common import run
 
 import pltpack
 from pltpack.archive import reader
-from pltpack.errors import ConflictError, FormatError, IdentityError, UnsupportedError
+from pltpack.errors import ConflictError, DumpError, FormatError, IdentityError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format import manifest as manifest_format
 from pltpack.format.container import ContainerWriter
-from pltpack.snapshot import Identity, Snapshot
+from pltpack.snapshot import ArraySource, Identity, Snapshot
 
 
 def small(name: str, rope: object = None, **fields: object) -> Snapshot:
@@ -271,3 +272,46 @@ def test_a_token_range_that_does_not_fit_names_the_session(archive, tmp_path):
 def test_a_session_given_twice_is_not_called_present(tmp_path):
     with pytest.raises(ConflictError, match="given twice"):
         pltpack.compress([small("s"), small("s")], tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "tokens", [[-1, 2], [1 << 31, 2], np.array([1 << 40, 2]), [1.5, 2.0], [True, False], [[1, 2]], "ab"]
+)
+def test_tokens_that_are_no_token_ids(tmp_path, tokens):
+    values = np.zeros((1, 2, 4), np.float32)
+    with pytest.raises(UnsupportedError, match="token"):
+        Snapshot.from_arrays("s", tokens, [(values, values)])
+    by_hand = Snapshot("s", np.asarray(tokens), small("s").identity, small("s").source)
+    with pytest.raises(UnsupportedError, match="token"):
+        pltpack.compress([by_hand], tmp_path / "a")
+
+
+@pytest.mark.parametrize("tier", ["lossless", "q4", "turboquant-4"])
+@pytest.mark.parametrize("wrong", ["dtype", "shape", "tokens"])
+def test_values_of_another_shape_than_the_identity_says(archive, tier, wrong):
+    path, sessions = archive
+    base = session("new", range(20))
+    arrays = base.source.arrays
+    if wrong == "dtype":
+        arrays = [(k.astype(np.float16), v.astype(np.float16)) for k, v in arrays]
+    elif wrong == "shape":
+        arrays = [(k[:, :, :8], v) for k, v in arrays]
+    else:
+        arrays = [(k[:, :10], v[:, :10]) for k, v in arrays]
+    liar = Snapshot("new", base.tokens, base.identity, ArraySource(tuple(arrays)))
+    with pytest.raises(DumpError, match="not as the identity says"):
+        pltpack.append(path, [liar], quality=tier)
+    assert pltpack.verify(path)["sessions"] == len(sessions)
+
+
+def test_a_session_name_that_is_no_text(tmp_path):
+    with pytest.raises(UnsupportedError, match="session name 5"):
+        pltpack.compress([small(5)], tmp_path / "a")
+
+
+def test_pipes_as_session_files_do_not_hang(archive, tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(FormatError, match="regular file"):
+        pltpack.import_session(archive[0], tmp_path / "pipe.json")
+    result = run("decompress", archive[0], "-o", tmp_path / "out", "--identity", tmp_path / "pipe.json")
+    assert result.exit_code == 2 and "regular file" in result.stderr

@@ -89,7 +89,7 @@ def _remove(path: Path) -> None:
 
 def _part(archive: Archive, name: str, layers: range | None, tokens: slice | None) -> Snapshot:
     whole = archive.snapshot(name)
-    chosen = check_layers(layers, len(whole.identity.layers))
+    chosen = check_layers(layers, len(whole.identity.layers), str(archive.path))
     start, stop = check_tokens(tokens, len(whole), whole.origin)
     identity = Identity(**{**whole.identity.__dict__, "layers": tuple(whole.identity.layers[i] for i in chosen)})
     return Snapshot(name, whole.tokens[start:stop], identity, _Window(whole, chosen, start), whole.origin)

@@ -203,7 +203,7 @@ class Archive:
             If a range is empty, reversed, stepped or outside the session.
         """
         whole = self.snapshot(session)
-        chosen = check_layers(layers, len(self.identity.layers))
+        chosen = check_layers(layers, len(self.identity.layers), str(self.path))
         start, stop = check_tokens(tokens, len(whole), whole.origin)
         arrays = one_buffer([self.identity.layers[index] for index in chosen], stop - start)
         source = whole.source
@@ -280,12 +280,12 @@ class ShardSource:
                 self._archive.follow(generation, error)
 
 
-def check_layers(layers: range | None, count: int) -> range:
+def check_layers(layers: range | None, count: int, origin: str | None = None) -> range:
     """A checked layer range (`None` is all)."""
     if layers is None:
         return range(count)
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
-        raise UnsupportedError(f"layers {layers.start}:{layers.stop} are not a range within 0:{count}")
+        raise UnsupportedError(f"layers {layers.start}:{layers.stop} are not a range within 0:{count}", origin)
     return layers
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import os
 import shutil
+import stat
 import tarfile
 from pathlib import Path
 
@@ -159,7 +160,10 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _unpack(source: Path, folder: Path) -> None:
-    size = source.stat().st_size
+    status = source.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError("not a regular file", source)
+    size = status.st_size
     try:
         with tarfile.open(source, "r:") as tar:
             for count, member in enumerate(tar):

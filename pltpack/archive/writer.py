@@ -27,7 +27,7 @@ from pltpack.format import tables
 from pltpack.format.container import FORMAT_VERSION, ContainerInfo, ContainerWriter
 from pltpack.format.manifest import SHARDS, FileEntry, Manifest, SessionEntry
 from pltpack.names import session_to_file
-from pltpack.snapshot import Identity, Snapshot
+from pltpack.snapshot import Identity, Snapshot, token_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +155,7 @@ class GenerationWriter:
         seen = set(held)
         for snapshot in snapshots:
             snapshot.identity.check(snapshot.origin)
+            token_ids(snapshot.tokens, snapshot.origin)
             identity.require_same(snapshot.identity, snapshot.origin)
             if snapshot.session in seen:
                 where = "is in the archive already" if snapshot.session in held else "is given twice"
