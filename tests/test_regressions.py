@@ -147,6 +147,26 @@ def test_an_output_that_appears_while_the_archive_is_made(tmp_path):
     assert files(tmp_path) == {"a", "a/mine"}
 
 
+def test_two_runs_towards_one_target(tmp_path):
+    results: list[str] = []
+
+    def make(target: Path) -> None:
+        try:
+            pltpack.compress([small("s")], target)
+            results.append("made")
+        except Exception as error:
+            results.append(type(error).__name__)
+
+    for turn in range(10):
+        threads = [threading.Thread(target=make, args=(tmp_path / f"a{turn}",)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results.count("made") == 10 and set(results) <= {"made", "ConflictError"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"a{turn}" for turn in range(10)}
+
+
 def test_folders_that_only_look_like_leftovers_stay(tmp_path):
     (tmp_path / ".a.tmp-notes").mkdir()
     (tmp_path / f".a.tmp-{'0' * 16}").mkdir()

@@ -171,14 +171,18 @@ def new_archive(target: Path) -> Iterator[Path]:
     prefix = f".{target.name[:50]}"
     _remove_stale(target.parent, prefix)
     folder = target.with_name(prefix + durable.temp_name(target).name)
-    folder.mkdir()
+    # Until it is locked, another run towards the same target would take it for stale.
+    fresh = folder.with_name(f"{folder.name}.new")
+    fresh.mkdir()
     try:
-        with durable.writer_lock(folder):
+        with durable.writer_lock(fresh):
+            os.rename(fresh, folder)
             yield folder
             durable.sync_folder(folder / SHARDS)
             durable.sync_folder(folder)
             durable.publish_folder(folder, target)
     except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
