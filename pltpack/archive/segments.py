@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import abc
 import json
 import re
 import threading
@@ -30,7 +31,7 @@ def open_codec(codec_id: str, config: dict[str, Any], arrays: dict[str, np.ndarr
     return codec
 
 
-class Segment:
+class Segment(abc.ABC):
     """What library segments and shards have in common.
 
     Attributes
@@ -80,13 +81,13 @@ class Segment:
         layer = int(record["layer"])
         return Unit(layer, self.identity.layers[layer], self.position_of(record), int(record["token_count"]))
 
+    @abc.abstractmethod
     def position_of(self, record: np.void) -> int:
         """Session position of a unit's first token."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def codec_of(self, record: np.void) -> Codec:
         """The started codec of a unit."""
-        raise NotImplementedError
 
     def decode(self, record: np.void, reference: KeyValue | None = None, out: KeyValue | None = None) -> KeyValue:
         """Read, check and decode one unit: keys ``[H, T, D_k]`` and values ``[H, T, D_v]`` in the stored dtype.
