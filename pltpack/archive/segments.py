@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import abc
+import hashlib
 import json
 import re
 import threading
