@@ -15,11 +15,13 @@ from cli_common import run
 
 import pltpack
 from pltpack.archive import reader
+from pltpack.codec import registry
+from pltpack.codec.base import LayerSample, Unit
 from pltpack.errors import ConflictError, DumpError, FormatError, IdentityError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format import manifest as manifest_format
 from pltpack.format.container import ContainerWriter
-from pltpack.snapshot import ArraySource, Identity, Snapshot
+from pltpack.snapshot import ArraySource, Identity, LayerGeometry, Snapshot
 
 
 def small(name: str, rope: object = None, **fields: object) -> Snapshot:
@@ -322,6 +324,18 @@ def test_values_of_another_shape_than_the_identity_says(archive, tier, wrong):
     with pytest.raises(DumpError, match="not as the identity says"):
         pltpack.append(path, [liar], quality=tier)
     assert pltpack.verify(path)["sessions"] == len(sessions)
+
+
+def test_lossless_does_not_learn_from_values_of_another_size():
+    values = np.zeros((1, 3, 4), np.float32)
+    geometry = LayerGeometry(1, 4, 4, "F16")
+
+    class Lies:
+        def layer(self, index: int) -> list[LayerSample]:
+            return [LayerSample(Unit(0, geometry, 0, 3), values, values)]
+
+    with pytest.raises(ValueError, match="shape"):
+        registry.tier("lossless").learn(Lies(), Identity(layers=(geometry,)))
 
 
 def test_a_session_name_that_is_no_text(tmp_path):

@@ -98,7 +98,10 @@ class LosslessCodec(Codec):
         parts, elements = [], 0
         for index, geometry in enumerate(identity.layers):
             layout = LAYOUTS[geometry.dtype]
-            found = _thin(samples.layer(index))
+            given = samples.layer(index)
+            for sample in given:
+                _check_shapes(sample.unit, _words((sample.keys, sample.values), layout))
+            found = _thin(given)
             runs = [delta.channel_rows(_words((sample.keys, sample.values), layout)) for sample in found]
             elements += sum(rows.size for rows in runs)
             parts.append(classes.window(runs, geometry.elements_per_token, layout))
