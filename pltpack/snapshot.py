@@ -215,9 +215,8 @@ class Identity:
 
 
 def _layer_from_json(data: Any) -> LayerGeometry:
-    if not isinstance(data, Mapping) or not {"heads", "k_dim", "v_dim", "dtype"} <= set(data) <= {
-        "heads", "k_dim", "v_dim", "dtype", "window",
-    }:  # fmt: skip
+    needed = {"heads", "k_dim", "v_dim", "dtype"}
+    if not isinstance(data, Mapping) or not needed <= set(data) <= needed | {"window"}:
         raise UnsupportedError("identity field 'layers' has a malformed entry")
     for name in ("heads", "k_dim", "v_dim", "window"):
         value = data.get(name)
@@ -235,10 +234,9 @@ def _difference(name: str, mine: Any, theirs: Any) -> str:
         if len(mine) != len(theirs):
             return f"identity field 'layers' differs: {len(mine)} layers against {len(theirs)}"
         index = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-        part = next(f.name for f in dataclasses.fields(LayerGeometry)
-                    if getattr(mine[index], f.name) != getattr(theirs[index], f.name))  # fmt: skip
-        return (f"identity field 'layers[{index}].{part}' differs: "
-                f"{getattr(mine[index], part)!r} against {getattr(theirs[index], part)!r}")  # fmt: skip
+        a, b = (dataclasses.asdict(layers[index]) for layers in (mine, theirs))
+        part = next(key for key in a if a[key] != b[key])
+        return f"identity field 'layers[{index}].{part}' differs: {a[part]!r} against {b[part]!r}"
     shown = ["unknown" if v is None else repr(v) for v in (mine, theirs)]
     return f"identity field {name!r} differs: {shown[0]} against {shown[1]}"
 
