@@ -44,9 +44,18 @@ def parse_json(text: str | bytes) -> Any:
     try:
         text = text.decode() if isinstance(text, bytes) else text
         need(text.count("[") + text.count("{") <= 1 << 20 and text.count(",") <= 1 << 21, "JSON is too large")
-        return json.loads(text, object_pairs_hook=unique)
+        value = json.loads(text, object_pairs_hook=unique)
+        need(depth_of(value) <= 64, "JSON is nested too deeply")
+        return value
     except (ValueError, RecursionError):
         raise DamagedError("not valid JSON") from None
+
+
+def depth_of(value: Any) -> int:
+    """Arrays and objects inside each other, the outermost counted; 0 for other values."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(depth_of, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def canonical(value: Any) -> str:

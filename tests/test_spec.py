@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import pltpack
 from benchmarks import broken
 from benchmarks.surgery import Surgery
-from pltpack.errors import FormatError
+from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import container, json_text, manifest, state, tables
 from pltpack_cli.main import program
 
@@ -27,6 +27,7 @@ GOLDEN, BROKEN = ROOT / "fixtures" / "golden", ROOT / "fixtures" / "broken"
 INDEX = json.loads((BROKEN / "index.json").read_text())
 
 sys.path.append(str(ROOT / "spec"))
+import reference_container  # noqa: E402
 import reference_decoder  # noqa: E402
 from reference_xxh3 import xxh3_64  # noqa: E402
 
@@ -157,10 +158,42 @@ def test_the_text_gives_the_numbers_of_the_code():
     assert f"{container.MAX_HEADER_BYTES:,} bytes" in text
     assert (tables.MAX_UNIT_TOKENS, tables.MAX_UNIT_BYTES) == (1 << 16, 1 << 30)
     assert (state.MAX_STATE_BYTES, state.MAX_HEADER_BYTES) == (1 << 28, 1 << 20)
-    assert (json_text.MAX_BRACKETS, json_text.MAX_COMMAS) == (1 << 20, 1 << 21)
+    assert (json_text.MAX_BRACKETS, json_text.MAX_COMMAS, json_text.MAX_DEPTH) == (1 << 20, 1 << 21, 64)
     assert "| 2^16, 2^30 |" in text
     assert "| 2^28, 2^20 bytes |" in text
     assert "| 2^20, 2^21, 64 |" in text
+
+
+def nested(depth: int) -> str:
+    """Arrays and objects by turns, with much beside them that nests nothing."""
+    text = '"[[[{{{"'
+    for level in range(depth):
+        text = f"[1,[],{text},{{}}]" if level % 2 else f'{{"a":0,"[":{text}}}'
+    return text
+
+
+@pytest.mark.parametrize("depth", [0, 1, 63, 64])
+def test_json_as_deep_as_the_text_allows(depth):
+    assert json_text.parse(nested(depth)) == reference_container.parse_json(nested(depth)) == json.loads(nested(depth))
+
+
+@pytest.mark.parametrize("text", [nested(65), "[" * 65 + "]" * 65, '{"":' * 65 + "0" + "}" * 65, nested(5000)])
+def test_json_that_is_deeper_is_refused_by_both(text):
+    with pytest.raises(ValueError, match="too deeply"):
+        json_text.parse(text)
+    with pytest.raises(reference_container.DamagedError):
+        reference_container.parse_json(text)
+
+
+def test_an_identity_too_deep_for_a_manifest_makes_no_archive(tmp_path):
+    rope: dict[str, object] = {}
+    for _ in range(64):
+        rope = {"x": rope}
+    values = np.zeros((1, 2, 4), np.float32)
+    deep = pltpack.Snapshot.from_arrays("s", [1, 2], [(values, values)], pltpack.Identity(rope=rope))
+    with pytest.raises(UnsupportedError, match="could not be read back"):
+        pltpack.compress([deep], tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_reference_checksum_is_xxh3():
