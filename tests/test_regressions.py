@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from archives import equal_bits, session
-from cli_common import run
+from cli_common import run, start
 
 import pltpack
-from pltpack.archive import reader
+from pltpack.archive import merge, reader
 from pltpack.codec import registry
 from pltpack.codec.base import LayerSample, Unit
 from pltpack.errors import ConflictError, DumpError, FormatError, IdentityError, UnsupportedError
@@ -90,6 +91,81 @@ def test_readers_beside_a_writer_that_compacts_all_the_time(archive):
     while thread.is_alive():
         pltpack.compact(path)
     assert not failures
+
+
+@pytest.mark.parametrize("most", [0, 2, 128])
+def test_verify_goes_on_in_the_generation_that_took_its_files_away(archive, monkeypatch, most):
+    monkeypatch.setattr(reader, "MAX_OPEN", most)
+    path, sessions = archive
+    pltpack.append(path, [session("new", [*range(12), 99])])
+    compacted = []
+
+    def compact_once(stage: str, done: int, total: int) -> None:
+        if stage == "verify" and not compacted:
+            compacted.append(pltpack.compact(path))
+
+    report = pltpack.verify(path, against=sessions, progress=compact_once)
+    assert compacted and not report["differences"]
+    # Who had all files open still reads, and reports, the generation that it opened.
+    assert report["generation"] == (2 if most == 128 else 3)
+    assert report["sessions"] == 5
+
+
+def test_verify_of_many_segments_beside_a_compact_in_another_process(tmp_path):
+    path = tmp_path / "a"
+    pltpack.compress([session("s0", [1, 2, 3, 4, 0])], path, quality="lossless", block=4)
+    pltpack.append(path, [session(f"s{i}", [1, 2, 3, 4, i]) for i in range(1, reader.MAX_OPEN + 12)])
+    started = threading.Event()
+    compacts: list[subprocess.Popen[bytes]] = []
+
+    def compact_beside(stage: str, done: int, total: int) -> None:
+        if not started.is_set():
+            started.set()
+            compacts.append(start("compact", path))
+        elif len(compacts) == 1:
+            compacts[0].wait()
+            compacts.append(compacts[0])
+
+    report = pltpack.verify(path, progress=compact_beside)
+    assert compacts[0].wait() == 0
+    assert report["generation"] == 3 and report["sessions"] == reader.MAX_OPEN + 12
+
+
+def test_verify_gives_up_where_every_generation_is_taken_away(archive, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_OPEN", 0)
+    path, _ = archive
+    with pytest.raises(ConflictError, match="faster than"):
+        pltpack.verify(path, progress=lambda stage, done, total: pltpack.compact(path) and None)
+
+
+def test_verify_still_reports_a_file_that_no_generation_has(archive, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_OPEN", 0)
+    path, _ = archive
+
+    def lose(stage: str, done: int, total: int) -> None:
+        (path / "shards" / "s3.pltshard").unlink(missing_ok=True)
+
+    with pytest.raises(FormatError, match=r"s3\.pltshard.*missing"):
+        pltpack.verify(path, progress=lose)
+
+
+@pytest.mark.parametrize("most", [0, 128])
+def test_export_goes_on_in_the_generation_that_took_its_files_away(archive, tmp_path, monkeypatch, most):
+    monkeypatch.setattr(reader, "MAX_OPEN", most)
+    path, sessions = archive
+    write, compacted = merge.Merger.write_library, []
+
+    def compact_first(*args: object) -> object:
+        if not compacted:
+            compacted.append(True)
+            pltpack.compact(path)
+        return write(*args)
+
+    monkeypatch.setattr(merge.Merger, "write_library", compact_first)
+    pltpack.export_session(path, "s2", tmp_path / "s2.file")
+    pltpack.import_session(tmp_path / "b", tmp_path / "s2.file")
+    with pltpack.open(tmp_path / "b") as opened:
+        assert equal_bits(opened.read("s2"), sessions[2])
 
 
 def test_a_file_that_is_really_missing_is_an_error(archive):

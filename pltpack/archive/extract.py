@@ -157,7 +157,8 @@ def verify(
     Returns
     -------
     dict
-        ``sessions``, ``units``, ``generation``; with `against` also ``compared`` (per session ``bit_exact``,
+        ``sessions``, ``units``, ``generation`` (the newest, if others were committed meanwhile and took the files of
+        the first away); with `against` also ``compared`` (per session ``bit_exact``,
         ``max_abs_difference``, ``relative_rms_error``) and ``differences``: what breaks the session's promise, one
         sentence each (a bit that differs in an exact tier; missing sessions; other tokens or identity).
 
@@ -165,10 +166,13 @@ def verify(
     ------
     FormatError
         If anything in the archive is damaged.
+    ConflictError
+        If others compact it faster than it can be read.
     """
     with Archive(archive) as opened:
+        units = opened.in_one_generation(lambda: _verify_files(opened, progress or quiet))
         report: dict[str, Any] = {"generation": opened.manifest.generation, "sessions": len(opened.sessions)}
-        report["units"] = _verify_files(opened, progress or quiet)
+        report["units"] = units
         if against is not None:
             paths = [dump for dump in against if not isinstance(dump, Snapshot)]
             dumps = [dump for dump in against if isinstance(dump, Snapshot)]

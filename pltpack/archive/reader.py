@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pltpack.archive.decoding import decode_layer, one_buffer
 from pltpack.archive.segments import Library, Segment, Shard
 from pltpack.codec.base import KeyValue
-from pltpack.errors import FormatError, NotFoundError, UnsupportedError
+from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError
 from pltpack.format.container import GoneError
 from pltpack.format.manifest import Manifest
 from pltpack.snapshot import Identity, Snapshot
+
+Result = TypeVar("Result")
 
 #: Layers that a sequential reader decodes ahead of the one it is asked for.
 LOOKAHEAD = 3
@@ -112,6 +114,27 @@ class Archive:
         with self._lock:
             if self.manifest.generation == generation:
                 self._follow(error)
+
+    def in_one_generation(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns if this reader stays in one generation meanwhile; it is called anew if not.
+
+        Raises
+        ------
+        GoneError
+            If a file is missing and no newer generation has taken its place.
+        ConflictError
+            If newer generations take files away again and again.
+        """
+        for _ in range(MAX_FOLLOWED):
+            generation = self.manifest.generation
+            try:
+                result = work()
+            except GoneError as error:
+                self.follow(generation, error)
+                continue
+            if self.manifest.generation == generation:
+                return result
+        raise ConflictError("it is compacted faster than it can be read", self.path)
 
     def _follow(self, error: GoneError) -> None:
         for _ in range(MAX_FOLLOWED):

@@ -21,7 +21,7 @@ from pltpack.archive.reader import Archive
 from pltpack.archive.writer import next_library, shard_path
 from pltpack.errors import ConflictError, FormatError, IdentityError
 from pltpack.format import durable
-from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS
+from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS, Manifest
 
 #: A manifest, one library segment, one shard.
 MAX_MEMBERS = 3
@@ -44,17 +44,13 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
     temp = durable.temp_name(target)
     folder = temp.with_name(temp.name + ".d")
     try:
+        (folder / SHARDS).mkdir(parents=True)
         with Archive(archive) as opened:
-            merger = Merger(opened, [session])
-            (folder / SHARDS).mkdir(parents=True)
-            library = merger.write_library(next_library(folder, ()), lambda size: None)
-            shard = merger.shards[0]
-            entry = merger.write_shard(shard, shard_path(folder, session), library, lambda size: None)
-            manifest = dataclasses.replace(opened.manifest, generation=1, libraries=(library,), sessions=(entry,))
+            manifest = opened.in_one_generation(lambda: _extract(opened, session, folder))
         with durable.naming(target), open(temp, "xb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 _add(tar, NAME, io.BytesIO(manifest.to_bytes()))
-                for name in (library.file, entry.file):
+                for name in (manifest.libraries[0].file, manifest.sessions[0].file):
                     with open(folder / name, "rb") as part:
                         _add(tar, name, part)
             durable.sync_file(file)
@@ -63,6 +59,13 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
         temp.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     return target
+
+
+def _extract(archive: Archive, session: str, folder: Path) -> Manifest:
+    merger = Merger(archive, [session])
+    library = merger.write_library(next_library(folder, ()), lambda size: None)
+    entry = merger.write_shard(merger.shards[0], shard_path(folder, session), library, lambda size: None)
+    return dataclasses.replace(archive.manifest, generation=1, libraries=(library,), sessions=(entry,))
 
 
 def _add(tar: tarfile.TarFile, name: str, data: io.BufferedIOBase | io.BufferedReader) -> None:
