@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -250,6 +251,58 @@ def test_folders_that_only_look_like_leftovers_stay(tmp_path):
     (tmp_path / f".a.tmp-{'0' * 16}").mkdir()
     pltpack.compress([small("s")], tmp_path / "a")
     assert {path.name for path in tmp_path.iterdir()} == {"a", ".a.tmp-notes"}
+
+
+KILLED = """
+import os, signal, sys
+import pltpack
+job, source, out, to = sys.argv[1:]
+die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+if job == "export":
+    from pltpack.archive import transfer
+    transfer._add = die
+    pltpack.export_session(source, "s0", out)
+pltpack.decompress(source, out, to=to, progress=die)
+"""
+
+
+@pytest.mark.parametrize("job", ["safetensors", "hdf5", "export"])
+def test_what_a_killed_run_left_beside_its_output_goes_with_the_next_run(archive, tmp_path, job):
+    folder = tmp_path / "outputs"
+    path, out = archive[0], folder / "out"
+
+    for name in ("out", "other"):
+        process = start("export" if job == "export" else "dump", path, folder / name, job, code=KILLED)
+        assert process.wait() == -signal.SIGKILL
+    killed = files(folder)
+    assert {name.split(".tmp-")[0] for name in killed} == {".out", ".other"}
+    (folder / f".out.tmp-{'0' * 16}.new").mkdir()
+    os.utime(folder / f".out.tmp-{'0' * 16}.new", (0, 0))
+    (folder / f".out.tmp-{'1' * 16}.new").mkdir()
+    if job == "export":
+        pltpack.export_session(path, "s0", out)
+    else:
+        pltpack.decompress(path, out, to=job)
+    left = {name for name in os.listdir(folder) if not name.startswith(".other.")}
+    assert left == {"out", f".out.tmp-{'1' * 16}.new"}
+
+
+def test_what_a_running_decompress_writes_stays(archive, tmp_path):
+    folder, seen = tmp_path / "outputs", []
+
+    def beside(stage: str, done: int, total: int) -> None:
+        if not seen:
+            seen.append(files(folder))
+            with pytest.raises(ConflictError, match="no"):
+                pltpack.decompress(archive[0], folder / "out", progress=fail)
+            seen.append(files(folder))
+
+    def fail(stage: str, done: int, total: int) -> None:
+        raise ConflictError("no")
+
+    pltpack.decompress(archive[0], folder / "out", progress=beside)
+    assert seen[0] == seen[1] and len(seen[0]) > 2
+    assert os.listdir(folder) == ["out"] and len(list(pltpack.open_dumps(folder / "out"))) == 4
 
 
 def test_long_names_of_archives(tmp_path):

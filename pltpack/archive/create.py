@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from pltpack.archive.encoding import Progress
 from pltpack.archive.reader import Archive
 from pltpack.archive.writer import GenerationWriter, Settings
 from pltpack.dumps import open_dumps
-from pltpack.errors import ConflictError, DumpError, FormatError
+from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest
 from pltpack.snapshot import Snapshot
 
 #: Tier without a profile.
 DEFAULT_QUALITY = "q4"
+
+# A folder gets its lock within milliseconds of being made.
+_MAKING_SECONDS = 3600
 
 PathLike = str | os.PathLike[str]
 
@@ -166,6 +170,19 @@ def new_archive(target: Path) -> Iterator[Path]:
     ConflictError
         If something else has taken the name in the meantime.
     """
+    with workplace(target) as folder, named_after(target, folder):
+        yield folder
+        durable.sync_folder(folder / SHARDS)
+        durable.sync_folder(folder)
+        durable.publish_folder(folder, target)
+
+
+@contextlib.contextmanager
+def workplace(target: Path) -> Iterator[Path]:
+    """A locked temporary folder beside `target`, removed at the end if it is still there.
+
+    What killed runs towards the same target left behind is removed first.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     # File systems end names at 255 bytes, and a character takes up to four.
     prefix = f".{target.name[:50]}"
@@ -178,19 +195,33 @@ def new_archive(target: Path) -> Iterator[Path]:
         with durable.writer_lock(fresh):
             os.rename(fresh, folder)
             yield folder
-            durable.sync_folder(folder / SHARDS)
-            durable.sync_folder(folder)
-            durable.publish_folder(folder, target)
-    except BaseException:
+    finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def named_after(target: Path, temp: Path) -> Iterator[None]:
+    """Let errors about a temporary path, or one below it, name the place in `target` that was meant."""
+    try:
+        yield
+    except PltpackError as error:
+        path = None if error.path is None else Path(error.path)
+        if path is None or not path.is_relative_to(temp):
+            raise
+        raise type(error)(error.fact, target / path.relative_to(temp)) from error
+    except OSError as error:
+        if isinstance(error.filename, str | os.PathLike) and Path(error.filename).is_relative_to(temp):
+            error.filename = os.fspath(target / Path(error.filename).relative_to(temp))
         raise
 
 
 def _remove_stale(parent: Path, prefix: str) -> None:
     """Remove what killed runs towards the same target left behind; a live run holds its lock."""
-    temporary = re.compile(re.escape(prefix + durable.TEMP_PREFIX) + "[0-9a-f]{16}")
+    temporary = re.compile(re.escape(prefix + durable.TEMP_PREFIX) + r"[0-9a-f]{16}(\.new)?")
     for stale in [path for path in parent.iterdir() if temporary.fullmatch(path.name)]:
-        if stale.is_dir() and not stale.is_symlink():
-            with contextlib.suppress(ConflictError, OSError), durable.writer_lock(stale):
-                shutil.rmtree(stale, ignore_errors=True)
+        with contextlib.suppress(ConflictError, OSError):
+            being_made = stale.suffix == ".new" and time.time() - stale.stat().st_mtime < _MAKING_SECONDS
+            if stale.is_dir() and not stale.is_symlink() and not being_made:
+                with durable.writer_lock(stale):
+                    shutil.rmtree(stale, ignore_errors=True)

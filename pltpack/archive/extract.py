@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pltpack.archive.create import PathLike, quiet
+from pltpack.archive.create import PathLike, named_after, quiet, workplace
 from pltpack.archive.decoding import decode_layer
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
 from pltpack.archive.reader import Archive, check_layers, check_tokens
@@ -67,24 +67,11 @@ def decompress(
     with Archive(archive, identity, accept_unknown) as opened:
         names = list(opened.sessions if sessions is None else dict.fromkeys(sessions))
         chosen = [_part(opened, name, layers, tokens) for name in names]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temp = durable.temp_name(target)
-        try:
+        with workplace(target) as folder, named_after(Path(out), folder / "dump"):
+            temp = folder / "dump"
             written = write_dump(_counted(chosen, progress or quiet), temp, to)
             durable.publish_folder(temp, target)
-        except BaseException:
-            _remove(temp)
-            raise
-    return [Path(out) if path == temp else Path(out) / path.relative_to(temp) for path in written]
-
-
-def _remove(path: Path) -> None:
-    import shutil
-
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    return [Path(out) / path.relative_to(temp) for path in written]
 
 
 def _part(archive: Archive, name: str, layers: range | None, tokens: slice | None) -> Snapshot:

@@ -14,7 +14,7 @@ import stat
 import tarfile
 from pathlib import Path
 
-from pltpack.archive.create import PathLike, new_archive, new_target, open_for_writing
+from pltpack.archive.create import PathLike, named_after, new_archive, new_target, open_for_writing, workplace
 from pltpack.archive.extract import verify
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
@@ -40,13 +40,11 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
     target = Path(out)
     if target.exists():
         raise ConflictError("it exists already", target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temp = durable.temp_name(target)
-    folder = temp.with_name(temp.name + ".d")
-    try:
-        (folder / SHARDS).mkdir(parents=True)
+    with workplace(target) as folder, named_after(target, folder):
+        (folder / SHARDS).mkdir()
         with Archive(archive) as opened:
             manifest = opened.in_one_generation(lambda: _extract(opened, session, folder))
+        temp = folder / "file"
         with durable.naming(target), open(temp, "xb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 _add(tar, NAME, io.BytesIO(manifest.to_bytes()))
@@ -55,9 +53,6 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
                         _add(tar, name, part)
             durable.sync_file(file)
         durable.publish(temp, target)
-    finally:
-        temp.unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
     return target
 
 
