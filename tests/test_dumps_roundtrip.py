@@ -264,6 +264,39 @@ def test_hdf5_written_by_hand_is_read(tmp_path):
     np.testing.assert_array_equal(keys, values[:, 10:30])
 
 
+def test_hdf5_chunks_do_not_swell_short_sessions(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    layers = [(3, 64, 64, "BF16")] * 20
+    counts = (1, 5, 255, 257, 300, 513, 600)
+    originals = [make(f"s{count}", count, layers, count) for count in counts]
+    write_dump(originals, tmp_path / "a.h5", "hdf5")
+    raw = sum(snapshot.raw_bytes for snapshot in originals)
+    # 1 KB per dataset for its header, and one file's superblock and groups.
+    assert (tmp_path / "a.h5").stat().st_size <= 1.005 * raw + 1024 * 2 * len(layers) * len(counts)
+    with h5py.File(tmp_path / "a.h5") as file:
+        for count in counts:
+            heads, run, dim = file[f"sessions/s{count}/layers/7/values"].chunks
+            assert (heads, dim) == (3, 64) and run <= 256 and -(-count // run) == -(-count // 256)
+    for original, found in zip(originals, sorted(open_dumps(tmp_path), key=len), strict=True):
+        assert_same(original, found)
+
+
+def test_hdf5_with_the_padded_chunks_of_older_files(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    values = np.random.default_rng(0).standard_normal((2, 300, 4)).astype("<f4")
+    with h5py.File(tmp_path / "a.h5", "w", libver=("v108", "latest")) as file:
+        group = file.create_group("sessions/s")
+        group["tokens"] = np.arange(300, dtype="<i4")
+        for name in ("keys", "values"):
+            dataset = group.create_dataset(f"layers/0/{name}", values.shape, "<f4", chunks=(2, 256, 4))
+            dataset[:] = values
+            dataset.attrs["dtype"] = "F32"
+    (found,) = open_dumps(tmp_path)
+    for start, stop in ((0, 300), (250, 260), (256, 300)):
+        for array in found.layer(0, start, stop):
+            np.testing.assert_array_equal(array, values[:, start:stop])
+
+
 @pytest.mark.parametrize(
     "options",
     [

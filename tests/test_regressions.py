@@ -319,6 +319,76 @@ def test_a_full_disk_leaves_no_temporary_file(tmp_path):
     assert files(tmp_path) == set()
 
 
+FULL = """
+import os, resource, sys
+import pltpack
+job, source, file, out = sys.argv[1:]
+work = {
+    "compress": lambda: pltpack.compress(list(pltpack.open_dumps(file)), out),
+    "append": lambda: pltpack.append(source, list(pltpack.open_dumps(file))),
+    "compact": lambda: pltpack.compact(source),
+    "export": lambda: pltpack.export_session(source, "s0", out),
+    "import": lambda: pltpack.import_session(source, file),
+}.get(job, lambda: pltpack.decompress(source, out, to=job))
+def present():
+    folders = (os.path.dirname(out), source, os.path.join(source, "shards"))
+    return [sorted(set(os.listdir(folder)) - {".lock"}) for folder in folders]
+before = present()
+most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit in (0, 500, 2_000, 5_000, 20_000, 60_000, 120_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        work()
+    except (OSError, pltpack.PltpackError) as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        assert present() == before
+        print(getattr(error, "path", None) or error.filename, error)
+    else:
+        break
+else:
+    raise AssertionError("never enough")
+"""
+
+
+@pytest.mark.parametrize(
+    "job", ["hdf5", "safetensors", "transformers", "compress", "append", "compact", "export", "import"]
+)
+def test_a_disk_that_is_full_at_any_moment(tmp_path, job):
+    # The limit on the size of a file stands for the disk's end: it refuses the same calls, by another number.
+    sessions = [session(f"s{i}", [*range(12), *range(i, i + 70)]) for i in range(2)]
+    archive, file, outputs = tmp_path / "archive", tmp_path / "file", tmp_path / "outputs"
+    outputs.mkdir()
+    pltpack.compress(sessions, archive, quality="lossless", block=4)
+    if job == "import":
+        pltpack.compress([session("new", range(90))], tmp_path / "b", quality="lossless", block=4)
+        pltpack.export_session(tmp_path / "b", "new", file)
+    else:
+        pltpack.write_dump([session("new", range(90))], file)
+    process = start(job, archive, file, outputs / "out", code=FULL)
+    printed, complaints = process.communicate()
+    assert process.returncode == 0 and complaints == b"", complaints.decode()
+    lines = printed.decode().splitlines()
+    meant = archive if job in ("append", "compact", "import") else outputs / "out"
+    assert len(lines) >= 2
+    for line in lines:
+        assert line.startswith(f"{meant} " if job == "export" else str(meant)), line
+        assert "File too large" in line and ".tmp-" not in line, line
+    if job in ("safetensors", "hdf5", "transformers"):
+        assert all(map(equal_bits, sessions, pltpack.open_dumps(outputs / "out")))
+    assert not pltpack.verify(archive, against=sessions)["differences"]
+
+
+def test_a_full_disk_while_hdf5_is_written_from_the_command_line(archive, tmp_path):
+    code = (
+        "import resource, sys, pltpack_cli.main as m; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000));"
+        "m.program(sys.argv[1:], prog_name='pltpack')"
+    )
+    process = start("decompress", archive[0], "-o", tmp_path / "out.h5", "--to", "hdf5", code=code)
+    printed, complaints = process.communicate()
+    assert process.returncode == 2 and printed == b""
+    assert complaints.decode() == f"pltpack: error: {tmp_path / 'out.h5'}: cannot be written (File too large)\n"
+
+
 @pytest.mark.parametrize("job", ["append", "compact", "import"])
 def test_a_failed_generation_leaves_no_files(archive, tmp_path, monkeypatch, job):
     path, sessions = archive

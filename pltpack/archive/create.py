@@ -201,18 +201,22 @@ def workplace(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def named_after(target: Path, temp: Path) -> Iterator[None]:
-    """Let errors about a temporary path, or one below it, name the place in `target` that was meant."""
+def named_after(target: Path, temp: Path, *, whole: bool = False) -> Iterator[None]:
+    """Let errors about a temporary path, or one below it, name `target` (if `whole`) or the place in it instead."""
+
+    def meant(path: Path) -> Path:
+        return target if whole else target / path.relative_to(temp)
+
     try:
         yield
     except PltpackError as error:
         path = None if error.path is None else Path(error.path)
         if path is None or not path.is_relative_to(temp):
             raise
-        raise type(error)(error.fact, target / path.relative_to(temp)) from error
+        raise type(error)(error.fact, meant(path)) from error
     except OSError as error:
         if isinstance(error.filename, str | os.PathLike) and Path(error.filename).is_relative_to(temp):
-            error.filename = os.fspath(target / Path(error.filename).relative_to(temp))
+            error.filename = os.fspath(meant(Path(error.filename)))
         raise
 
 

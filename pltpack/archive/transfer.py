@@ -40,7 +40,7 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
     target = Path(out)
     if target.exists():
         raise ConflictError("it exists already", target)
-    with workplace(target) as folder, named_after(target, folder):
+    with workplace(target) as folder, named_after(target, folder, whole=True):
         (folder / SHARDS).mkdir()
         with Archive(archive) as opened:
             manifest = opened.in_one_generation(lambda: _extract(opened, session, folder))
@@ -99,10 +99,11 @@ def import_session(archive: PathLike, file: PathLike) -> str:
         folder = durable.temp_name(target / NAME)
         (folder / SHARDS).mkdir(parents=True)
         try:
-            _unpack(source, folder)
-            session = _check(folder, source)
-            with Archive(folder) as incoming:
-                _adopt(current, incoming, source)
+            with named_after(target, folder):
+                _unpack(source, folder)
+                session = _check(folder, source)
+                with Archive(folder) as incoming:
+                    _adopt(current, incoming, source)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return session

@@ -29,6 +29,7 @@ from pltpack.dumps.hdf5_guard import (
     opened,
     translated,
 )
+from pltpack.dumps.hdf5_sink import Sink
 from pltpack.dumps.tensor_layout import identity_json
 from pltpack.dumps.tokens import TokenLookup, token_ids
 from pltpack.errors import DumpError, UnsupportedError
@@ -37,6 +38,7 @@ from pltpack.snapshot import DTYPES, LayerGeometry, Snapshot
 
 #: Most sessions of one file.
 MAX_SESSIONS = 1 << 17
+_CHUNK_TOKENS = 256
 _CHUNK_BYTES = 1 << 20
 _MAX_MEMBERS = 64
 _MAX_EXTRA_BYTES = 512 << 20
@@ -72,14 +74,18 @@ class Hdf5Format(base.DumpFormat):
         import h5py
 
         make_folder(path.parent)
-        with replacing(path) as temp, h5py.File(temp, "x", libver=("v108", "latest")) as file:
-            root = file.create_group("sessions")
-            for snapshot in snapshots:
-                base.check_snapshot(snapshot)
-                group = session_to_file(snapshot.session)
-                if group in root:
-                    raise DumpError(f"two snapshots are named {snapshot.session!r}", path)
-                _write_session(root.create_group(group), snapshot)
+        with replacing(path) as temp, open(temp, "xb+", buffering=0) as raw:
+            sink = Sink(raw)
+            # Older versions spend 3 KB on the index of every dataset.
+            with h5py.File(sink, "w", libver=("v110", "latest")) as file:
+                root = file.create_group("sessions")
+                for snapshot in snapshots:
+                    base.check_snapshot(snapshot)
+                    group = session_to_file(snapshot.session)
+                    if group in root:
+                        raise DumpError(f"two snapshots are named {snapshot.session!r}", path)
+                    _write_session(root.create_group(group), snapshot, sink)
+            sink.check()
         return [path]
 
 
@@ -193,7 +199,7 @@ def _text(node: Any, name: str) -> str | None:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _write_session(group: Any, snapshot: Snapshot) -> None:
+def _write_session(group: Any, snapshot: Snapshot, sink: Sink) -> None:
     group.attrs["session"] = snapshot.session
     group.attrs["identity"] = identity_json(snapshot.identity)
     group["tokens"] = np.ascontiguousarray(snapshot.tokens, "<i4")
@@ -212,13 +218,19 @@ def _write_session(group: Any, snapshot: Snapshot) -> None:
         for start, stop, k, v in base.layer_slices(snapshot, index):
             keys[:, start:stop] = np.ascontiguousarray(k).view(stored)
             values[:, start:stop] = np.ascontiguousarray(v).view(stored)
+            sink.check()
 
 
 def _dataset(layer: Any, name: str, geometry: LayerGeometry, count: int, dim: int) -> Any:
     stored = _STORED[geometry.dtype]
     row = geometry.heads * dim * stored.itemsize
-    run = min(count, max(1, min(256, _CHUNK_BYTES // row)))
-    chunks = (geometry.heads, run, dim) if count else None
+    chunks = (geometry.heads, _chunk_tokens(count, row), dim) if count else None
     dataset = layer.create_dataset(name, (geometry.heads, count, dim), stored, chunks=chunks)
     dataset.attrs["dtype"] = geometry.dtype
     return dataset
+
+
+def _chunk_tokens(count: int, token_bytes: int) -> int:
+    """Tokens of one chunk: the last one is stored whole however few it holds, so all are nearly of one length."""
+    most = max(1, min(_CHUNK_TOKENS, _CHUNK_BYTES // token_bytes))
+    return -(-count // -(-count // most))
