@@ -7,16 +7,21 @@ from typing import Any
 
 import click
 
+from pltpack_cli.capture import capture
 from pltpack_cli.completion import completion
 from pltpack_cli.compress import append, compress
 from pltpack_cli.decompress import decompress
 from pltpack_cli.failures import Reporting, reported
 from pltpack_cli.inspect import inspect
 from pltpack_cli.maintain import compact, gc
+from pltpack_cli.score import score
 from pltpack_cli.transfer import export_session, import_session
 from pltpack_cli.verify import verify
 
-COMMANDS = (compress, append, decompress, inspect, verify, compact, gc, export_session, import_session, completion)
+COMMANDS = (
+    compress, append, decompress, inspect, verify, compact, gc, export_session, import_session, capture, score,
+    completion,
+)  # fmt: skip
 
 
 class Program(click.Group):
