@@ -38,3 +38,21 @@ def model(model_dir: Path):
     from benchmarks.quality import load_model
 
     return load_model(model_dir)
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of three small dumps, two of which share a prefix."""
+    from cli_common import write_dumps
+
+    return write_dumps(tmp_path_factory.mktemp("cli") / "dumps")
+
+
+@pytest.fixture(scope="module")
+def archive(dumps: Path) -> Path:
+    """A lossless archive of these dumps."""
+    from cli_common import done
+
+    path = dumps.parent / "archive"
+    done("compress", dumps, "-o", path, "--quality", "lossless")
+    return path

@@ -14,18 +14,6 @@ from pltpack.snapshot import Identity
 from pltpack_cli.options import IDENTITY_FIELDS
 
 
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dumps(tmp_path_factory.mktemp("cli") / "dumps")
-
-
-@pytest.fixture(scope="module")
-def archive(dumps: Path) -> Path:
-    path = dumps.parent / "archive"
-    done("compress", dumps, "-o", path, "--quality", "lossless")
-    return path
-
-
 def assert_same_file(mine: Path, theirs: Path) -> None:
     a, b = load_file(mine), load_file(theirs)
     assert a.keys() == b.keys()

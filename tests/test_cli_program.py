@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_common import done, done_json, run, start, write_dumps
+from cli_common import done, done_json, run, start
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,19 +18,6 @@ import pltpack
 from pltpack.errors import PromiseError
 from pltpack_cli.main import program
 from pltpack_cli.output import plain, short_size, size
-
-
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dumps(tmp_path_factory.mktemp("cli") / "dumps")
-
-
-@pytest.fixture(scope="module")
-def archive(dumps: Path) -> Path:
-    path = dumps.parent / "archive"
-    done("compress", dumps, "-o", path, "--quality", "lossless")
-    return path
-
 
 BAD_USES = [
     (["compress"], "Missing argument 'DUMP...'"),

@@ -107,7 +107,7 @@ def test_three_axes_views_and_names(tmp_path):
         ([(torch.zeros(1, 2, 5, 4), 5)], "not a pair"),
         ([(torch.zeros(2, 4), torch.zeros(2, 4))], "2 axes"),
         ([(torch.zeros(1, 2, 5, 4), torch.zeros(1, 1, 5, 4))], "2 key heads but 1"),
-        ([(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4).half())], "keys are torch.float32"),
+        ([(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4).half())], "keys are F32"),
         ([(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 6, 4))], "holds 6 tokens"),
         ([(torch.zeros(1, 2, 5, 0), torch.zeros(1, 2, 5, 4))], "key dimension of 0"),
         ([(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), torch.tensor(4))], "sliding layer"),

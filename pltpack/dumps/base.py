@@ -11,14 +11,14 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pltpack.dumps.tokens import TokenLookup
-from pltpack.errors import DumpError, PltpackError
+from pltpack.errors import DumpError, PltpackError, UnsupportedError
 from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
 #: Most layers of one session.
@@ -179,6 +179,25 @@ def with_layers(recorded: Identity, layers: tuple[LayerGeometry, ...]) -> Identi
                 raise DumpError(f"identity's geometry of layer {index} differs from the dump's arrays")
         layers = recorded.layers
     return dataclasses.replace(recorded, layers=layers)
+
+
+def geometry_of(index: int, dtypes: Sequence[str], keys: Sequence[int], values: Sequence[int]) -> LayerGeometry:
+    """The geometry of one layer, after checking that its arrays fit each other.
+
+    Parameters
+    ----------
+    index : int
+    dtypes : sequence of str
+        Those of the keys and of the values.
+    keys, values : sequence of int
+        Shapes ``[..., heads, tokens, dim]``.
+    """
+    if dtypes[0] != dtypes[1]:
+        raise UnsupportedError(f"layer {index}: keys are {dtypes[0]} but values are {dtypes[1]}")
+    if keys[-3] != values[-3]:
+        raise DumpError(f"layer {index}: {keys[-3]} key heads but {values[-3]} value heads")
+    check_dims(index, keys[-3], keys[-1], values[-1])
+    return LayerGeometry(keys[-3], keys[-1], values[-1], dtypes[0])
 
 
 def check_dims(index: int, heads: int, k_dim: int, v_dim: int) -> None:

@@ -156,12 +156,7 @@ def _geometry(index: int, keys: Any, values: Any) -> LayerGeometry:
         if (stored.kind, stored.itemsize) != (_STORED[said].kind, _STORED[said].itemsize):
             raise DumpError(f"layer {index}: {name} are {said} but stored as {stored}")
         dtypes.append(said)
-    if dtypes[0] != dtypes[1]:
-        raise UnsupportedError(f"layer {index}: keys are {dtypes[0]} but values are {dtypes[1]}")
-    if keys.shape[0] != values.shape[0]:
-        raise DumpError(f"layer {index}: {keys.shape[0]} key heads but {values.shape[0]} value heads")
-    base.check_dims(index, keys.shape[0], keys.shape[2], values.shape[2])
-    return LayerGeometry(keys.shape[0], keys.shape[2], values.shape[2], dtypes[0])
+    return base.geometry_of(index, dtypes, keys.shape, values.shape)
 
 
 def _array(group: Any, name: str, count: int) -> np.ndarray:

@@ -185,12 +185,7 @@ def _geometry(index: int, keys: TensorEntry, values: TensorEntry, layout: Layout
             raise UnsupportedError(f"layers.{index}.{name} holds a batch of {tensor.shape[0]}; dump each session alone")
         if tensor.dtype not in DTYPES:
             raise UnsupportedError(f"layers.{index}.{name} has dtype {tensor.dtype} (known: {', '.join(DTYPES)})")
-    if keys.dtype != values.dtype:
-        raise UnsupportedError(f"layer {index}: keys are {keys.dtype} but values are {values.dtype}")
-    if keys.shape[-3] != values.shape[-3]:
-        raise DumpError(f"layer {index}: {keys.shape[-3]} key heads but {values.shape[-3]} value heads")
-    base.check_dims(index, keys.shape[-3], keys.shape[-1], values.shape[-1])
-    return LayerGeometry(keys.shape[-3], keys.shape[-1], values.shape[-1], keys.dtype)
+    return base.geometry_of(index, (keys.dtype, values.dtype), keys.shape, values.shape)
 
 
 def _stored_tokens(path: Path, header: Header, others: dict[str, TensorEntry]) -> np.ndarray | None:

@@ -235,12 +235,7 @@ def _geometry(index: int, keys: Any, values: Any) -> LayerGeometry:
             raise UnsupportedError(f"layer {index}: {name} hold a batch of {tensor.shape[0]}; dump each session alone")
         if tensor.ndim not in (3, 4):
             raise DumpError(f"layer {index}: {name} have {tensor.ndim} axes instead of [1, heads, tokens, dim]")
-    if keys.dtype != values.dtype:
-        raise UnsupportedError(f"layer {index}: keys are {keys.dtype} but values are {values.dtype}")
-    if keys.shape[-3] != values.shape[-3]:
-        raise DumpError(f"layer {index}: {keys.shape[-3]} key heads but {values.shape[-3]} value heads")
-    base.check_dims(index, keys.shape[-3], keys.shape[-1], values.shape[-1])
-    return LayerGeometry(keys.shape[-3], keys.shape[-1], values.shape[-1], cache_dtype(keys.dtype))
+    return base.geometry_of(index, (cache_dtype(keys.dtype), cache_dtype(values.dtype)), keys.shape, values.shape)
 
 
 def _heads_first(tensor: Any) -> Any:
