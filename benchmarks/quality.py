@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.baselines import cache_size, fp8
-from benchmarks.capture import CONTINUATIONS
 from benchmarks.demo import TIERS, WORK, on_disk, unpacked
 from benchmarks.model import DEFAULT, ensure
+from pltpack.quality.capture import CONTINUATIONS
 
 if TYPE_CHECKING:
     import torch

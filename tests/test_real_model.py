@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.baselines import cache_tensors, tensors
-from benchmarks.capture import CONTINUATIONS, capture, run
 from benchmarks.demo import relative_error
 from benchmarks.quality import load_layers, score_all
+from pltpack.quality.capture import CONTINUATIONS, capture
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +25,7 @@ def captured(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Dumps of two sessions, captured now."""
     texts = json.loads((ROOT / "fixtures" / "sessions.json").read_text())
     out = tmp_path_factory.mktemp("captured") / "dumps"
-    capture(model_dir, {name: texts[name] for name in SESSIONS}, out, "SmolLM2-135M-Instruct")
+    capture(model_dir, {name: texts[name] for name in SESSIONS}, out, name="SmolLM2-135M-Instruct")
     return out
 
 
@@ -76,8 +76,8 @@ def test_generation_goes_on_from_a_cache_that_was_packed(model, model_dir: Path,
     prompt = AutoTokenizer.from_pretrained(model_dir)(text).input_ids
     # The last prompt token is fed after the cache, so that its logits give the first new token.
     original = DynamicCache()
-    for index, (keys, values) in enumerate(run(model, prompt[:-1])):
-        original.update(keys[None], values[None], index)
+    with torch.no_grad():
+        model.model(torch.tensor([prompt[:-1]]), cache=original, use_cache=True)
 
     snapshot = pltpack.from_dynamic_cache(original, prompt[:-1], "frost")
     pltpack.compress([snapshot], tmp_path / "archive", quality="lossless")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pltpack.dumps.torch_arrays import to_torch
-from pltpack.errors import DumpError, NotFoundError, PltpackError, UnsupportedError
+from pltpack.errors import DumpError, NotFoundError, UnsupportedError
 from pltpack.quality.digests import tokenizer_digest, weights_digest
 from pltpack.quality.geometry import layer_geometry, model_rope
 from pltpack.snapshot import DTYPES, Identity
@@ -111,7 +111,7 @@ def load_model(folder: str | Path, name: str | None = None, dtype: str = "F32", 
     NotFoundError
         If there is no such folder, or no model in it.
     UnsupportedError
-        If transformers cannot load it, or torch and transformers are missing.
+        If transformers cannot load it, the device cannot be used, or torch and transformers are missing.
     DumpError
         If weights are missing.
     """
@@ -126,12 +126,13 @@ def load_model(folder: str | Path, name: str | None = None, dtype: str = "F32", 
         network, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch_dtype(dtype), output_loading_info=True, **settings
         )
-        network = network.to(device)
-    except PltpackError:
-        raise
     # transformers and what it calls raise nearly anything for a folder they cannot load.
     except Exception as error:
         raise UnsupportedError(f"is not a model that transformers can load ({_first_line(error)})", folder) from error
+    try:
+        network = network.to(device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UnsupportedError(f"device {device!r} cannot be used ({_first_line(error)})") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise DumpError(f"has no weights for {missing[0]!r} ({len(missing)} missing)", folder)
