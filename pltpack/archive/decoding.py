@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pltpack.archive.segments import Library, Segment, Shard
+from pltpack.archive.batch import Batch
+from pltpack.archive.segments import Library, Segment, Shard, fresh
 from pltpack.codec.base import KeyValue
 from pltpack.errors import FormatError
 from pltpack.format.tables import FLAG_REFERENCE
@@ -29,61 +30,78 @@ def one_buffer(layers: Sequence[LayerGeometry], tokens: int) -> list[KeyValue]:
 
 
 def decode_layer(shard: Shard, layer: int, start: int, stop: int, out: KeyValue | None = None) -> KeyValue:
-    """Keys and values of one layer's tokens ``[start, stop)``: mapped library units first, then the shard's own.
+    """Keys and values of one layer's tokens ``[start, stop)``; see `decode_layers`."""
+    return decode_layers(shard, [layer], start, stop, None if out is None else [out])[0]
+
+
+def decode_layers(
+    shard: Shard, layers: Sequence[int], start: int, stop: int, out: Sequence[KeyValue] | None = None
+) -> list[KeyValue]:
+    """Keys and values of several layers' tokens ``[start, stop)``: mapped library units, then the shard's own.
 
     Parameters
     ----------
     shard : Shard
-    layer, start, stop : int
-    out : (ndarray, ndarray), optional
-        Where to decode to, ``[H, stop - start, D]`` each; fresh arrays by default.
+    layers : sequence of int
+    start, stop : int
+    out : sequence of (ndarray, ndarray), optional
+        Where to decode to, per layer ``[H, stop - start, D]`` each; fresh arrays by default.
 
     Raises
     ------
     FormatError
         If a unit is damaged, or the units do not cover the range.
     """
-    target = _Target(shard, layer, start, stop, out)
-    for segment, record, first, last in mapped_units(shard.runs, shard.libraries, layer, start, stop):
-        target.put(segment, record, first, last)
-    for record in own_units(shard, layer, start, stop):
+    targets = [
+        _Target(shard, layer, start, stop, arrays)
+        for layer, arrays in zip(layers, [None] * len(layers) if out is None else out, strict=True)
+    ]
+    batch = Batch()
+    corrections = []
+    for target in targets:
+        for segment, record, first, last in mapped_units(shard.runs, shard.libraries, target.layer, start, stop):
+            target.put(batch, segment, record, first, last)
+        for record in own_units(shard, target.layer, start, stop):
+            if record["flags"] & FLAG_REFERENCE:
+                corrections.append((target, record))
+                continue
+            first = int(record["token_start"])
+            target.put(batch, shard, record, max(first, start), min(first + int(record["token_count"]), stop))
+    batch.run()
+    for target, record in corrections:
         first = int(record["token_start"])
         last = first + int(record["token_count"])
-        reference = None
-        if record["flags"] & FLAG_REFERENCE:
-            inside = start <= first and last <= stop
-            reference = target.copy(first, last) if inside else _mapped(shard, layer, first, last)
-        target.put(shard, record, max(first, start), min(last, stop), reference)
-    return target.finish()
+        inside = start <= first and last <= stop
+        reference = target.copy(first, last) if inside else _mapped(shard, target.layer, first, last)
+        target.put(batch, shard, record, max(first, start), min(last, stop), reference)
+    batch.run()
+    return [target.finish() for target in targets]
 
 
 class _Target:
     """Arrays being filled with a token range of one layer."""
 
     def __init__(self, shard: Shard, layer: int, start: int, stop: int, out: KeyValue | None = None) -> None:
-        shape = shard.identity.layers[layer]
-        dtype = DTYPES[shape.dtype]
-        self._shard, self._layer, self._start = shard, layer, start
-        if out is None:
-            out = (np.empty((shape.heads, stop - start, shape.k_dim), dtype),
-                   np.empty((shape.heads, stop - start, shape.v_dim), dtype))  # fmt: skip
-        self._keys, self._values = out
+        self.layer = layer
+        self._shard, self._start = shard, start
+        self._keys, self._values = out or fresh(shard.identity.layers[layer], stop - start)
         self._covered = np.zeros(stop - start, dtype=bool)
 
-    def put(self, segment: Segment, record: np.void, first: int, last: int, reference: KeyValue | None = None) -> None:
-        """Decode a unit and keep its tokens ``[first, last)``, straight in place when that is all of it."""
-        at = segment.position_of(record)
+    def put(self, batch: Batch, segment: Segment, record: np.void, first: int, last: int,
+            reference: KeyValue | None = None) -> None:  # fmt: skip
+        """Have a unit's tokens ``[first, last)`` decoded, by the batch and straight in place when they are all."""
         into = slice(first - self._start, last - self._start)
         if last - first == record["token_count"]:
-            segment.decode(record, reference, (self._keys[:, into], self._values[:, into]))
+            batch.add(segment, record, (self._keys[:, into], self._values[:, into]), reference)
         else:
+            at = segment.position_of(record)
             keys, values = segment.decode(record, reference)
             part = slice(first - at, last - at)
             self._keys[:, into], self._values[:, into] = keys[:, part], values[:, part]
         self._covered[into] = True
 
     def copy(self, first: int, last: int) -> KeyValue:
-        """The values so far of tokens ``[first, last)``."""
+        """The values so far of tokens ``[first, last)``; what was given to the batch must have been run."""
         part = slice(first - self._start, last - self._start)
         self._check(part)
         return self._keys[:, part].copy(), self._values[:, part].copy()
@@ -97,14 +115,15 @@ class _Target:
         covered = self._covered[part]
         if not covered.all():
             gap = self._start + (part.start or 0) + int(np.argmin(covered))
-            raise FormatError(f"no unit holds layer {self._layer}, token {gap}", self._shard.container.path)
+            raise FormatError(f"no unit holds layer {self.layer}, token {gap}", self._shard.container.path)
 
 
 def _mapped(shard: Shard, layer: int, start: int, stop: int) -> KeyValue:
     """The values that the mapping table gives for a token range of one layer, as a codec's reference."""
-    target = _Target(shard, layer, start, stop)
+    target, batch = _Target(shard, layer, start, stop), Batch()
     for segment, record, first, last in mapped_units(shard.runs, shard.libraries, layer, start, stop):
-        target.put(segment, record, first, last)
+        target.put(batch, segment, record, first, last)
+    batch.run()
     return target.finish()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pltpack.archive.decoding import decode_layer, one_buffer
+from pltpack.archive.decoding import decode_layers, one_buffer
 from pltpack.archive.segments import Library, Segment, Shard
 from pltpack.codec.base import KeyValue
 from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError
@@ -26,6 +26,9 @@ Result = TypeVar("Result")
 LOOKAHEAD = 3
 #: Longer token ranges of one layer are decoded in pieces of this many tokens, in parallel.
 PIECE_TOKENS = 4096
+#: A thread decodes several small layers in one task: at most this many bytes, and so that each thread has a few tasks.
+TASK_BYTES = 1 << 22
+TASKS_PER_THREAD = 4
 #: Segments and shards that an archive keeps open; further ones are opened for every read.
 MAX_OPEN = 128
 #: Newer generations that a reader follows in a row before it gives up.
@@ -232,12 +235,17 @@ class Archive:
         source = whole.source
         assert isinstance(source, ShardSource)
 
-        def fill(layer: int, at: int, out: KeyValue) -> None:
-            into = slice(at - start, at - start + PIECE_TOKENS)
-            source.decode(layer, at, min(at + PIECE_TOKENS, stop), (out[0][:, into], out[1][:, into]))
+        def fill(group: range, at: int) -> None:
+            end = min(at + PIECE_TOKENS, stop)
+            out = [(keys[:, at - start : end - start], values[:, at - start : end - start])
+                   for keys, values in arrays[group.start - chosen.start : group.stop - chosen.start]]  # fmt: skip
+            source.decode_layers(group, at, end, out)
 
-        starts = range(start, stop, PIECE_TOKENS)
-        work = [self.pool.submit(fill, i, at, out) for i, out in zip(chosen, arrays, strict=True) for at in starts]
+        work = [
+            self.pool.submit(fill, group, at)
+            for group in self._groups(chosen, min(stop - start, PIECE_TOKENS))
+            for at in range(start, stop, PIECE_TOKENS)
+        ]
         try:
             for future in work:
                 future.result()
@@ -246,6 +254,13 @@ class Archive:
                 future.cancel()
         identity = Identity(**{**whole.identity.__dict__, "layers": tuple(self.identity.layers[i] for i in chosen)})
         return Snapshot.from_arrays(session, whole.tokens[start:stop], arrays, identity, origin=whole.origin)
+
+    def _groups(self, layers: range, tokens: int) -> list[range]:
+        """Cut layers into tasks of a thread: large enough to be worth a hand-over, small enough to end together."""
+        threads = os.cpu_count() or 1
+        largest = max(self.identity.layers[index].bytes_per_token for index in layers) * max(tokens, 1)
+        count = max(1, min(len(layers) // (TASKS_PER_THREAD * threads), TASK_BYTES // largest))
+        return [layers[at : at + count] for at in range(0, len(layers), count)]
 
     def stats(self) -> dict[str, Any]:
         """Sizes and the four figures: see `pltpack.archive.stats.archive_stats`."""
@@ -290,15 +305,21 @@ class ShardSource:
         done = [piece.result() for piece in pieces]
         return np.concatenate([keys for keys, _ in done], axis=1), np.concatenate([v for _, v in done], axis=1)
 
-    def decode(self, layer: int, start: int, stop: int, out: KeyValue | None = None) -> KeyValue:
-        """Decode in this thread; `out` as in `decode_layer`."""
+    def decode(self, layer: int, start: int, stop: int) -> KeyValue:
+        """Decode one layer in this thread."""
+        return self.decode_layers([layer], start, stop)[0]
+
+    def decode_layers(
+        self, layers: Sequence[int], start: int, stop: int, out: Sequence[KeyValue] | None = None
+    ) -> list[KeyValue]:
+        """Decode in this thread; arguments as of `pltpack.archive.decoding.decode_layers`."""
         while True:
             generation = self._archive.manifest.generation
             shard = self._archive.shard(self._session)
             if shard.tokens is not self._tokens and not np.array_equal(shard.tokens, self._tokens):
                 raise FormatError("the archive was replaced while it was open", self._archive.path)
             try:
-                return decode_layer(shard, layer, start, stop, out)
+                return decode_layers(shard, layers, start, stop, out)
             except GoneError as error:
                 self._archive.follow(generation, error)
 

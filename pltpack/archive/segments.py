@@ -15,13 +15,13 @@ import numpy as np
 import xxhash
 
 from pltpack.codec import registry
-from pltpack.codec.base import Codec, KeyValue, Unit
+from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
 from pltpack.errors import FormatError, PltpackError
 from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import FORMAT_VERSION, Container
 from pltpack.format.manifest import FileEntry, SessionEntry
-from pltpack.snapshot import DTYPES, Identity
+from pltpack.snapshot import DTYPES, Identity, LayerGeometry
 
 
 def open_codec(codec_id: str, config: dict[str, Any], arrays: dict[str, np.ndarray], identity: Identity) -> Codec:
@@ -29,6 +29,12 @@ def open_codec(codec_id: str, config: dict[str, Any], arrays: dict[str, np.ndarr
     codec = registry.codec(codec_id, config)
     codec.start(arrays, identity)
     return codec
+
+
+def fresh(layer: LayerGeometry, tokens: int) -> KeyValue:
+    """Arrays for one layer's tokens, not initialized: ``[H, tokens, D_k]`` and ``[H, tokens, D_v]``."""
+    dtype = DTYPES[layer.dtype]
+    return (np.empty((layer.heads, tokens, layer.k_dim), dtype), np.empty((layer.heads, tokens, layer.v_dim), dtype))
 
 
 class Segment(abc.ABC):
@@ -107,17 +113,17 @@ class Segment(abc.ABC):
             If its checksum or its content is wrong.
         """
         unit = self.unit(record)
-        shape = unit.geometry
-        dtype = DTYPES[shape.dtype]
-        payload = self.checked_payload(record)
-        if out is None:
-            out = (np.empty((shape.heads, unit.tokens, shape.k_dim), dtype),
-                   np.empty((shape.heads, unit.tokens, shape.v_dim), dtype))  # fmt: skip
+        payload = memoryview(self.checked_payload(record))
+        job = DecodeJob(payload, unit, *(out or fresh(unit.geometry, unit.tokens)), reference)
+        self.decode_job(record, job)
+        return job.keys, job.values
+
+    def decode_job(self, record: np.void, job: DecodeJob) -> None:
+        """Decode one unit whose checksum has been compared; `FormatError` if its content is wrong."""
         try:
-            self.codec_of(record).decode(memoryview(payload), unit, out[0], out[1], reference)
+            self.codec_of(record).decode(*job)
         except ValueError as error:
             raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
-        return out
 
     def checked_payload(self, record: np.void) -> bytes:
         """A unit's encoded bytes.
@@ -128,9 +134,13 @@ class Segment(abc.ABC):
             If they do not match their checksum.
         """
         payload = self.container.payload(int(record["offset"]), int(record["length"]))
+        self.check(record, payload)
+        return payload
+
+    def check(self, record: np.void, payload: bytes | memoryview) -> None:
+        """Refuse bytes that do not match a unit's checksum with `FormatError`."""
         if xxhash.xxh3_64_intdigest(payload) != int(record["checksum"]):
             raise FormatError(self._where(record, "does not match its checksum"), self.container.path)
-        return payload
 
     def _where(self, record: np.void, fact: str) -> str:
         start = self.position_of(record)

@@ -1,9 +1,9 @@
 """The contract between a codec and the archive: one class per codec, one instance per configuration.
 
 A codec sees arrays, never files. The archive calls `learn` once per new library segment, stores what it returns, calls
-`start` with it, and then `encode` and `decode`, one unit at a time and from several threads at once. Given the same
-state and unit, `encode` returns the same bytes run after run and on any number of threads. `decode` is exact: the same
-payload gives the same values everywhere, bit by bit, so float arithmetic is limited to single IEEE operations in a
+`start` with it, and then `encode` and `decode`, or their forms for many units, from several threads at once. Given the
+same state and unit, `encode` returns the same bytes run after run and on any number of threads. `decode` is exact: the
+same payload gives the same values everywhere, bit by bit, so float arithmetic is limited to single IEEE operations in a
 stated order.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -66,6 +66,25 @@ class Samples(Protocol):
     def layer(self, index: int) -> Sequence[LayerSample]:
         """Runs of one layer; may be empty."""
         ...
+
+
+class EncodeJob(NamedTuple):
+    """The arguments of one `Codec.encode`."""
+
+    unit: Unit
+    keys: np.ndarray
+    values: np.ndarray
+    reference: KeyValue | None = None
+
+
+class DecodeJob(NamedTuple):
+    """The arguments of one `Codec.decode`."""
+
+    payload: memoryview
+    unit: Unit
+    keys: np.ndarray
+    values: np.ndarray
+    reference: KeyValue | None = None
 
 
 class Codec(abc.ABC):
@@ -147,3 +166,22 @@ class Codec(abc.ABC):
         ValueError
             If the payload is malformed.
         """
+
+    def encode_many(self, jobs: Sequence[EncodeJob]) -> list[bytes]:
+        """Encode several units: the same bytes as `encode` gives one by one.
+
+        The archive hands over a few units at a time. A codec may override this to do them in fewer compiled calls:
+        every return to Python may wait for another thread's hold of the interpreter lock.
+        """
+        return [self.encode(*job) for job in jobs]
+
+    def decode_many(self, jobs: Sequence[DecodeJob]) -> None:
+        """Decode several units, in any order; the counterpart of `encode_many`.
+
+        Raises
+        ------
+        ValueError
+            If a payload is malformed. The others' arrays may then be filled or not.
+        """
+        for job in jobs:
+            self.decode(*job)

@@ -63,13 +63,14 @@ copies; so are tokens with values that are not finite or out of range.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
-from pltpack.codec import group_decode, group_encode, group_learn, levels, rans
-from pltpack.codec.base import Codec, KeyValue, Samples, State, Unit
+from pltpack.codec import group_batch, group_decode, group_encode, group_learn, levels, rans
+from pltpack.codec.base import Codec, DecodeJob, KeyValue, Samples, State, Unit
 from pltpack.codec.group_decode import Layer
 from pltpack.codec.levels import CLASSES, STEP_CODES, TABLES
 from pltpack.codec.rope import Rotation
@@ -127,18 +128,21 @@ class GroupCodec(Codec):
             raise ValueError("group state has a table without escape, or a shrink that is not finite")
         self._freqs = np.ascontiguousarray(state["freqs"])
         self._tables = rans.decode_tables(self._freqs)
-        self._costs = levels.bit_costs(self._freqs)
+        # Readers need no costs, and they take as long to make as a session to decode.
+        self._coding: group_encode.Coding | None = None
         self._shrink = np.ascontiguousarray(state["shrink"])
         means = state["means"].view(ml_dtypes.bfloat16).astype(np.float32)
+        rotations = {dim: Rotation.of(identity.rope, identity.keys, dim) for dim in {g.k_dim for g in layers}}
         self._layers, channel, head = [], 0, 0
         for g, norm in zip(layers, state["norms"].tolist(), strict=True):
             parts = []
             for dim in (g.k_dim, g.v_dim):
                 parts.append(group_decode.padded(means[channel : channel + g.heads * dim].reshape(g.heads, 1, dim)))
                 channel += g.heads * dim
-            rotation = Rotation.of(identity.rope, identity.keys, g.k_dim)
-            self._layers.append(Layer(g, (parts[0], parts[1]), codes[head : head + 2 * g.heads], norm, rotation))
+            mine = codes[head : head + 2 * g.heads]
+            self._layers.append(Layer(g, (parts[0], parts[1]), mine, norm, rotations[g.k_dim]))
             head += 2 * g.heads
+        self._batch = group_batch.Batch(self._layers, self._tables, self._shrink)
 
     def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
         """See `Codec.encode`."""
@@ -147,8 +151,9 @@ class GroupCodec(Codec):
         shapes = (g.heads, unit.tokens, g.k_dim), (g.heads, unit.tokens, g.v_dim)
         if (keys.shape, values.shape) != shapes:
             raise ValueError(f"unit arrays are {keys.shape} and {values.shape}, not {shapes[0]} and {shapes[1]}")
-        coding = group_encode.Coding(STEPS[self.bits], self._freqs, self._costs)
-        return group_encode.encode(coding, layer, unit, (keys, values), reference)
+        if self._coding is None:
+            self._coding = group_encode.Coding(STEPS[self.bits], self._freqs, levels.bit_costs(self._freqs))
+        return group_encode.encode(self._coding, layer, unit, (keys, values), reference)
 
     def decode(
         self,
@@ -159,7 +164,15 @@ class GroupCodec(Codec):
         reference: KeyValue | None = None,
     ) -> None:
         """See `Codec.decode`."""
-        group_decode.decode(payload, self._layer(unit), unit, (keys, values), reference, self._tables, self._shrink)
+        self.decode_many([DecodeJob(payload, unit, keys, values, reference)])
+
+    def decode_many(self, jobs: Sequence[DecodeJob]) -> None:
+        """See `Codec.decode_many`."""
+        for job in jobs:
+            self._layer(job.unit)
+        for payload, unit, keys, values, reference in self._batch.decode(jobs):
+            group_decode.decode(payload, self._layer(unit), unit, (keys, values), reference, self._tables,
+                                self._shrink)  # fmt: skip
 
     def _layer(self, unit: Unit) -> Layer:
         if not 0 <= unit.layer < len(self._layers) or self._layers[unit.layer].geometry != unit.geometry:

@@ -20,7 +20,8 @@ LARGEST = 32000
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _step(code: int) -> Any:
+def step_size(code: int) -> Any:
+    """The step of a code; see `pltpack.codec.levels.step_of`."""
     return POWERS[code & 7] * np.float32(2.0 ** (code >> 3))
 
 
@@ -49,7 +50,7 @@ def quantize(x: Any, prediction: Any, moving: int, classes: Any, code: int, q: A
     for t in range(x.shape[0]):
         if classes[t] > FINEST:
             continue
-        step = _step(code - 4 * classes[t])
+        step = step_size(code - 4 * classes[t])
         row = prediction[t * moving]
         part = 0.0
         for d in range(x.shape[1]):
@@ -272,7 +273,7 @@ def _heads(
     row = at = 0
     for h in range(bases.size):
         for c in range(FINEST + 1):
-            steps[c] = _step(np.int64(codes[h]) - 4 * c)
+            steps[c] = step_size(np.int64(codes[h]) - 4 * c)
         for t in range(classes.size):
             token = np.int64(classes[t])
             if token > FINEST:

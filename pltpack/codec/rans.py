@@ -17,7 +17,10 @@ from pltpack.codec import rans_scalar, rans_simd
 from pltpack.codec.rans_scalar import LANES, PROB_SCALE, STATE_LOW
 from pltpack.errors import UnsupportedError
 
-__all__ = ["HEADER_BYTES", "KERNEL_VARIABLE", "LANES", "PROB_SCALE", "decode", "decode_tables", "encode", "normalize"]
+__all__ = [
+    "HEADER_BYTES", "KERNEL", "KERNEL_VARIABLE", "LANES", "PROB_SCALE", "decode", "decode_tables", "encode",
+    "normalize",
+]  # fmt: skip
 
 HEADER_BYTES = 4 * LANES
 #: Environment variable, read at import: "portable", "avx2" or "avx512" instead of the fastest loops that can run.
@@ -85,16 +88,23 @@ def _checked_rows(table_of_row: np.ndarray, rows: int, tables: int) -> np.ndarra
     return table_of_row
 
 
-def _choose(wanted: str) -> tuple[Any, Any]:
-    """The encoding and the decoding loop called `wanted`, by default the fastest ones that can run here."""
+def _chosen(wanted: str) -> str:
+    """The name of the loops to use: `wanted`, by default the fastest ones that can run here."""
     names = [*rans_simd.kernels(), "portable"]
     name = wanted or names[0]
     if name not in names:
         raise UnsupportedError(f"{KERNEL_VARIABLE}={name}: this processor can run {', '.join(names)}")
-    return _LOOPS[name]
+    return name
 
 
-_ENCODE_ROWS, _DECODE_ROWS = _choose(os.environ.get(KERNEL_VARIABLE, ""))
+def _choose(wanted: str) -> tuple[Any, Any]:
+    """The encoding and the decoding loop called `wanted`, by default the fastest ones that can run here."""
+    return _LOOPS[_chosen(wanted)]
+
+
+#: Name of the loops in use.
+KERNEL = _chosen(os.environ.get(KERNEL_VARIABLE, ""))
+_ENCODE_ROWS, _DECODE_ROWS = _LOOPS[KERNEL]
 
 
 def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> bytes:

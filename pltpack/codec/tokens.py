@@ -75,7 +75,8 @@ def pack_runs(found: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(cache=True)
-def _unpack(runs: Any, copies: bool, out: Any) -> Any:
+def unpack(runs: Any, copies: bool, out: Any) -> Any:
+    """Unpack runs to token classes; gives the number of tokens, -1 if damaged. See `unpack_runs`."""
     at: Any = 0
     for i in range(runs.size):
         kind, length = runs[i] >> 4, np.int64(runs[i] & 15) + 1
@@ -96,6 +97,6 @@ def unpack_runs(runs: np.ndarray, tokens: int, copies: bool = True) -> np.ndarra
         If the runs do not cover the tokens exactly, or name a class that does not exist or (`copies` false) a copy.
     """
     out = np.empty(tokens, dtype=np.uint8)
-    if _unpack(runs, copies, out) != tokens:
+    if unpack(runs, copies, out) != tokens:
         raise ValueError("token classes are damaged")
     return out

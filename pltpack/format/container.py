@@ -245,6 +245,12 @@ class Container:
         """Payload bytes ``[offset, offset + length)``; the range has been checked against `payload_bytes`."""
         return self._read(self._payload_at + offset, length)
 
+    def payload_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with payload bytes from `offset` on; the range has been checked against `payload_bytes`."""
+        kept_open = self._reopen_as is None
+        if not kept_open or os.preadv(self._fd, [buffer], self._payload_at + offset) != len(buffer):
+            buffer[:] = self.payload(offset, len(buffer))
+
     def payload_sha256(self) -> str:
         """SHA-256 of the payload, read from disk in pieces."""
         digest = hashlib.sha256()

@@ -1,0 +1,101 @@
+"""Decode many units with few reads and few calls of their codec."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from pltpack.archive.segments import Segment
+from pltpack.codec.base import DecodeJob, KeyValue
+
+#: Most payload bytes that are read at once, unless one unit is larger.
+PIECE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Item:
+    segment: Segment
+    record: np.void
+    offset: int
+    length: int
+    out: KeyValue
+    reference: KeyValue | None
+
+
+class _Buffer(threading.local):
+    """Memory that a thread reads payloads to, again and again: fresh pages cost more than reading them."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def view(self, size: int) -> memoryview:
+        if size > PIECE_BYTES:
+            return memoryview(bytearray(size))
+        if len(self._bytes) < size:
+            self._bytes = bytearray(PIECE_BYTES)
+        return memoryview(self._bytes)[:size]
+
+
+_buffer = _Buffer()
+
+
+class Batch:
+    """Whole units to decode straight into place; not for use by several threads at once."""
+
+    def __init__(self) -> None:
+        self._items: list[_Item] = []
+
+    def add(self, segment: Segment, record: np.void, out: KeyValue, reference: KeyValue | None = None) -> None:
+        """Note a unit; arguments as of `Segment.decode`. The arrays are filled by the next `run`."""
+        self._items.append(_Item(segment, record, int(record["offset"]), int(record["length"]), out, reference))
+
+    def run(self) -> None:
+        """Decode all that was added.
+
+        Raises
+        ------
+        FormatError
+            Naming a unit whose checksum or content is wrong.
+        """
+        items, self._items = self._items, []
+        for piece in _pieces(items):
+            _decode(piece)
+
+
+def _pieces(items: list[_Item]) -> Iterator[list[_Item]]:
+    """Runs of units that lie one behind the other in one file and have one codec."""
+    piece: list[_Item] = []
+    end = size = 0
+    for item in items:
+        if piece:
+            first = piece[0]
+            same = item.segment is first.segment and item.record["state"] == first.record["state"]
+            if not same or item.offset != end or size + item.length > PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+        piece.append(item)
+        end = item.offset + item.length
+        size += item.length
+    if piece:
+        yield piece
+
+
+def _decode(piece: list[_Item]) -> None:
+    segment, start = piece[0].segment, piece[0].offset
+    data = _buffer.view(piece[-1].offset + piece[-1].length - start)
+    segment.container.payload_into(data, start)
+    jobs = []
+    for item in piece:
+        payload = data[item.offset - start : item.offset - start + item.length]
+        segment.check(item.record, payload)
+        jobs.append(DecodeJob(payload, segment.unit(item.record), *item.out, item.reference))
+    try:
+        segment.codec_of(piece[0].record).decode_many(jobs)
+    except ValueError:
+        # One by one, to name the unit.
+        for item, job in zip(piece, jobs, strict=True):
+            segment.decode_job(item.record, job)
+        raise
