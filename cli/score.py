@@ -93,7 +93,7 @@ def score(
             "scores": [one.to_json() for one in scores],
         })  # fmt: skip
     else:
-        _print(scores)
+        print_scores(scores)
 
 
 def _check_usage(archives: Sequence[Path], tiers: Sequence[str], baselines: bool, texts: Sequence[Path],
@@ -158,7 +158,8 @@ def _baselines(model: Model, texts: Sequence[Path]) -> list[Rebuilt]:
     return found
 
 
-def _print(scores: Sequence[Score]) -> None:
+def print_scores(scores: Sequence[Score]) -> None:
+    """Print a table for people: a row for each way to store the caches, and one for each place they were cut at."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -10,8 +10,11 @@ import pytest
 
 from benchmarks.baselines import cache_tensors, tensors
 from benchmarks.demo import relative_error
-from benchmarks.quality import load_layers, score_all
+from pltpack.dumps import open_dumps
 from pltpack.quality.capture import CONTINUATIONS, capture
+from pltpack.quality.probes import at_ends, read_continuations
+from pltpack.quality.rebuilt import of_archives
+from pltpack.quality.scoring import score
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,12 +57,12 @@ def test_lossless_is_bit_exact_and_shares_the_system_prompt(captured: Path, tmp_
 
 
 def test_q4_is_hardly_felt_by_the_model(model, captured: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     _, rebuilt = packed_and_back(captured, tmp_path, "q4")
-    continuations = load_file(captured.parent / CONTINUATIONS)
-    scores = score_all(model, captured, continuations, lambda path: load_layers(rebuilt / path.name))
-    assert 0 < scores["kl"] < 0.01
+    originals = list(open_dumps(captured))
+    ends = at_ends(originals, read_continuations(captured.parent / CONTINUATIONS))
+    with of_archives([tmp_path / "archive"]) as candidates:
+        (scores,) = score(model, originals, ends, candidates)
+    assert 0 < scores.total()["kl"] < 0.01
     for path in captured.glob("*.safetensors"):
         before, after = cache_tensors(path), cache_tensors(rebuilt / path.name)
         assert all(np.array_equal(before[name][:, :4], after[name][:, :4]) for name in before), "sinks are exact"

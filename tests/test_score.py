@@ -341,7 +341,7 @@ def archive(real_dumps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def continuations(real_dumps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first tokens of the shipped continuations, of two sessions."""
-    from benchmarks.capture import CONTINUATIONS
+    from pltpack.quality.capture import CONTINUATIONS
 
     found = read_continuations(real_dumps.parent / CONTINUATIONS)
     path = tmp_path_factory.mktemp("texts") / "continuations.safetensors"
