@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,20 @@ from pltpack.errors import UnsupportedError
 from pltpack.quality.scoring import Score
 
 SUFFIXES = (".png", ".svg")
-#: Families in the order of their colours; what is not named here gets the next free one.
+#: What curves are called where their points do not say it, in the order of their colours; other families come after.
 LABELS = {
     "transform": "transform",
     "group": "q tiers",
-    "turboquant": "TurboQuant",
+    "turboquant": "",
     "PCA": "PCA, variance-normalized",
     "KIVI": "KIVI",
-    "fp8 e4m3": "fp8 e4m3",
-    "lossless": "lossless",
-    "zstd": "zstd",
-    "raw": "raw",
+    "fp8 e4m3": "",
+    "lossless": "",
+    "zstd": "",
+    "raw": "",
 }
+#: Width of a label's character as a part of the strip's, and the rows of labels that fit into it.
+_CHARACTER, _ROWS = 0.0085, 3
 
 
 def check_plot(path: Path) -> None:
@@ -75,15 +78,16 @@ def _settings() -> Any:
 def _draw(figure: Any, scores: Sequence[Score], title: str) -> None:
     lossy = [score for score in scores if _distortion(score) > 0]
     exact = [score for score in scores if _distortion(score) <= 0]
-    heights = [6, 1] if lossy and exact else [1]
+    heights = [6, 1.2] if lossy and exact else [1]
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     colours = _colours(scores)
     if lossy:
         _curves(panels[0], lossy, colours)
+    span = min(map(_bits, scores)) / 1.4, max(map(_bits, scores)) * 1.25
     if exact:
-        _strip(panels[-1], exact, colours)
+        _strip(panels[-1], exact, colours, span)
     panels[0].set_title(title, loc="left", fontsize=11)
-    _bits_axis(panels[-1], [_bits(score) for score in scores])
+    _bits_axis(panels[-1], span)
 
 
 def _colours(scores: Sequence[Score]) -> dict[str, str]:
@@ -94,31 +98,48 @@ def _colours(scores: Sequence[Score]) -> dict[str, str]:
 def _curves(axes: Any, scores: Sequence[Score], colours: dict[str, str]) -> None:
     for family in dict.fromkeys(score.family for score in scores):
         points = sorted((s for s in scores if s.family == family), key=_bits)
-        x, y = [_bits(point) for point in points], [_distortion(point) for point in points]
-        axes.plot(x, y, "o-", color=colours[family], linewidth=1.6, markersize=5)
-        for point in points:
-            axes.annotate(point.name, (_bits(point), _distortion(point)), xytext=(6, 4), textcoords="offset points",
-                          color=colours[family], fontsize=8)  # fmt: skip
+        places = [(_bits(point), _distortion(point)) for point in points]
+        axes.plot(*zip(*places, strict=True), "o-", color=colours[family], linewidth=1.6, markersize=5)
+        # Left and below a falling curve there is room up to the next better one.
+        for point, place in zip(points, places, strict=True):
+            _label(axes, point.name.removeprefix(f"{family} "), place, (-6, -3), colours[family], ha="right", va="top")
+        if len(points) > 1 and LABELS.get(family, family):
+            _label(axes, LABELS.get(family, family), places[0], (6, 6), colours[family], weight="bold", size=9)
     axes.set_yscale("log")
+    axes.margins(y=0.12)
     axes.set_ylabel("KL divergence, nats per token")
     axes.grid(True, which="major", alpha=0.3)
     axes.grid(True, which="minor", alpha=0.1)
 
 
-def _strip(axes: Any, scores: Sequence[Score], colours: dict[str, str]) -> None:
-    for score in scores:
-        axes.plot([_bits(score)], [0], "o", color=colours[score.family], markersize=6)
-        axes.annotate(score.name, (_bits(score), 0), xytext=(0, 7), textcoords="offset points", ha="center",
-                      color=colours[score.family], fontsize=8)  # fmt: skip
+def _strip(axes: Any, scores: Sequence[Score], colours: dict[str, str], span: tuple[float, float]) -> None:
     axes.set_yticks([0], ["exact"])
-    axes.set_ylim(-1, 2)
+    axes.set_ylim(-0.6, _ROWS + 0.4)
+    taken = [0.0] * _ROWS
+    for score in sorted(scores, key=_bits):
+        middle = math.log(_bits(score) / span[0]) / math.log(span[1] / span[0])
+        half = _CHARACTER * len(score.name) / 2
+        # The lowest row that is free there, or else the one that has been free for longest.
+        row = next((i for i, end in enumerate(taken) if end < middle - half), taken.index(min(taken)))
+        taken[row] = middle + half
+        place, colour = (_bits(score), 0), colours[score.family]
+        axes.plot(*place, "o", color=colour, markersize=6)
+        axes.plot([place[0]] * 2, [0, row + 0.6], color=colour, linewidth=0.7)
+        _label(axes, score.name, (place[0], row + 0.6), (0, 1), colour, ha="center")
 
 
-def _bits_axis(axes: Any, bits: Sequence[float]) -> None:
+def _label(axes: Any, text: str, place: tuple[float, float], shift: tuple[int, int], colour: str, **style: Any) -> None:
+    # A light ground keeps a label readable where another curve passes behind it.
+    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.6}
+    style = {"size": 8, "bbox": ground, **style}
+    axes.annotate(text, place, xytext=shift, textcoords="offset points", color=colour, **style)
+
+
+def _bits_axis(axes: Any, span: tuple[float, float]) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.set_xscale("log")
-    axes.set_xlim(min(bits) / 1.25, max(bits) * 1.4)
+    axes.set_xlim(*span)
     ticks = [mantissa * 10.0**power for power in range(-3, 3) for mantissa in (1, 2, 3, 5)]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
