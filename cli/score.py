@@ -78,9 +78,7 @@ def score(
     model = load_model(folder)
     require_model(model, snapshots)
     with progress_bars() as progress, contextlib.ExitStack() as stack:
-        settings: dict[str, Any] = {"dedup": not no_dedup, "progress": progress}
-        if profile is not None:
-            settings["profile"] = profile
+        settings = {"dedup": not no_dedup, "profile": profile, "progress": progress}
         candidates = _candidates(stack, snapshots, archives, chosen_tiers, settings)
         if baselines:
             candidates += _baselines(model, texts)

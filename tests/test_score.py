@@ -29,7 +29,7 @@ from pltpack.quality.probes import (
     held_back,
     read_continuations,
 )
-from pltpack.quality.rebuilt import Rate, check_rebuilt, in_memory, prefix
+from pltpack.quality.rebuilt import FromSnapshots, Rate, check_rebuilt, in_memory, of_archives, of_tiers, prefix
 from pltpack.quality.scoring import Score
 from pltpack.snapshot import Identity, Snapshot
 from tests.cli_common import done, done_json, run
@@ -296,6 +296,47 @@ def test_prefix_cuts_everything() -> None:
     part = in_memory(prefix(whole, 10))
     assert len(part) == 10 and part.layer(0)[0].shape == (2, 10, 8)
     assert len(prefix(whole, 10).importance) == 10
+
+
+class TestRebuilt:
+    def test_tiers_become_archives_of_their_own(self, tmp_path: Path) -> None:
+        one = snapshot(tokens=64)
+        # No tier here takes a profile, so a missing one does no harm.
+        with of_tiers([one], ["q4", "lossless", "q4"], profile=tmp_path / "none", dedup=False) as found:
+            assert [(c.name, c.family) for c in found] == [("q4", "group"), ("lossless", "lossless")]
+            assert [check_rebuilt(one, c.rebuild(one)) for c in found] == [False, True]
+            stats = found[0].archive.stats()
+            assert (found[0].rate().bits, found[0].rate().ratio) == (stats["bits_per_element"], stats["ratio"])
+            half = prefix(one, 20)
+            assert len(found[1].rebuild(half)) == 20 and check_rebuilt(half, found[1].rebuild(half))
+
+    def test_archives_of_one_quality_are_told_apart(self, tmp_path: Path) -> None:
+        for name in "ab":
+            pltpack.compress([snapshot()], tmp_path / name, quality="lossless")
+        with of_archives([tmp_path / "a"]) as alone, of_archives([tmp_path / "a", tmp_path / "b"]) as both:
+            assert [c.name for c in alone] == ["lossless"]
+            assert [c.name for c in both] == ["a", "b"]
+
+    def test_others_caches_are_refused(self, tmp_path: Path) -> None:
+        pltpack.compress([snapshot()], tmp_path / "a", quality="lossless")
+        with of_archives([tmp_path / "a"]) as (candidate,):
+            with pytest.raises(NotFoundError):
+                candidate.rebuild(snapshot(session="two"))
+            with pytest.raises(DumpError, match="other tokens"):
+                candidate.rebuild(snapshot(ids=np.arange(40) + 1))
+            with pytest.raises(DumpError, match="other tokens"):
+                candidate.rebuild(snapshot(tokens=41))
+            with pytest.raises(IdentityError, match="layers"):
+                candidate.rebuild(snapshot(layers=2))
+
+    def test_arrays_in_memory(self) -> None:
+        one = snapshot()
+        found = FromSnapshots("mine", "mine", {"one": one})
+        assert check_rebuilt(prefix(one, 7), found.rebuild(prefix(one, 7))) and found.rate() is None
+        with pytest.raises(NotFoundError):
+            found.rebuild(snapshot(session="two"))
+        with pytest.raises(DumpError, match="other tokens"):
+            found.rebuild(snapshot(ids=np.arange(40) + 1))
 
 
 class TestUsage:

@@ -16,6 +16,9 @@ from pltpack.errors import DumpError, FormatError, NotFoundError
 from pltpack.quality.agreement import require_agreement
 from pltpack.snapshot import Snapshot
 
+#: Codecs that take no profile.
+_WITHOUT_PROFILE = frozenset({"lossless", "group", "turboquant"})
+
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
@@ -186,13 +189,17 @@ def of_archives(paths: Sequence[Path]) -> Iterator[list[FromArchive]]:
 
 
 @contextlib.contextmanager
-def of_tiers(snapshots: Sequence[Snapshot], tiers: Sequence[str], **settings: Any) -> Iterator[list[FromArchive]]:
+def of_tiers(
+    snapshots: Sequence[Snapshot], tiers: Sequence[str], profile: Path | None = None, **settings: Any
+) -> Iterator[list[FromArchive]]:
     """Compress snapshots with several tiers into archives that last as long as the context.
 
     Parameters
     ----------
     snapshots : sequence of Snapshot
     tiers : sequence of str
+    profile : Path, optional
+        For the tiers that take one.
     **settings
         For `pltpack.compress`.
     """
@@ -203,7 +210,9 @@ def of_tiers(snapshots: Sequence[Snapshot], tiers: Sequence[str], **settings: An
         out = []
         for number, tier in enumerate(dict.fromkeys(tiers)):
             target = folder / str(number)
-            compress(list(snapshots), target, quality=tier, **settings)
+            # In the archive of a tier that has no use for it, a profile would only cost its bytes.
+            extra: dict[str, Any] = {} if profile is None or family_of(tier) in _WITHOUT_PROFILE else {"profile": profile}
+            compress(list(snapshots), target, quality=tier, **settings, **extra)
             out.append(FromArchive(stack.enter_context(Archive(target)), tier))
         yield out
 
