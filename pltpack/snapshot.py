@@ -136,7 +136,8 @@ class Identity:
             if value is None:
                 continue
             if field.name == "layers":
-                value = [{k: v for k, v in dataclasses.asdict(layer).items() if v is not None} for layer in value]
+                names = [f.name for f in dataclasses.fields(LayerGeometry)]
+                value = [{n: v for n in names if (v := getattr(layer, n)) is not None} for layer in value]
             elif field.name == "rope":
                 value = dict(value)
             out[field.name] = value

@@ -14,6 +14,7 @@ import numpy as np
 
 from pltpack.archive.decoding import decode_layers, one_buffer
 from pltpack.archive.segments import Library, Segment, Shard
+from pltpack.archive.threads import together
 from pltpack.codec.base import KeyValue
 from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError
 from pltpack.format.container import GoneError
@@ -26,9 +27,8 @@ Result = TypeVar("Result")
 LOOKAHEAD = 3
 #: Longer token ranges of one layer are decoded in pieces of this many tokens, in parallel.
 PIECE_TOKENS = 4096
-#: A thread decodes several small layers in one task: at most this many bytes, and so that each thread has a few tasks.
+#: A thread decodes several small layers in one task, at most this many bytes.
 TASK_BYTES = 1 << 22
-TASKS_PER_THREAD = 4
 #: Segments and shards that an archive keeps open; further ones are opened for every read.
 MAX_OPEN = 128
 #: Newer generations that a reader follows in a row before it gives up.
@@ -235,32 +235,29 @@ class Archive:
         source = whole.source
         assert isinstance(source, ShardSource)
 
-        def fill(group: range, at: int) -> None:
+        def fill(task: tuple[range, int]) -> None:
+            group, at = task
             end = min(at + PIECE_TOKENS, stop)
             out = [(keys[:, at - start : end - start], values[:, at - start : end - start])
                    for keys, values in arrays[group.start - chosen.start : group.stop - chosen.start]]  # fmt: skip
             source.decode_layers(group, at, end, out)
 
-        work = [
-            self.pool.submit(fill, group, at)
-            for group in self._groups(chosen, min(stop - start, PIECE_TOKENS))
-            for at in range(start, stop, PIECE_TOKENS)
-        ]
-        try:
-            for future in work:
-                future.result()
-        finally:
-            for future in work:
-                future.cancel()
+        groups = self._groups(chosen, min(stop - start, PIECE_TOKENS))
+        tasks = [(group, at) for group in groups for at in range(start, stop, PIECE_TOKENS)]
+        together(fill, tasks, self.pool, (os.cpu_count() or 1) - 1)
         identity = Identity(**{**whole.identity.__dict__, "layers": tuple(self.identity.layers[i] for i in chosen)})
         return Snapshot.from_arrays(session, whole.tokens[start:stop], arrays, identity, origin=whole.origin)
 
     def _groups(self, layers: range, tokens: int) -> list[range]:
-        """Cut layers into tasks of a thread: large enough to be worth a hand-over, small enough to end together."""
-        threads = os.cpu_count() or 1
+        """Cut layers into tasks of a thread, smaller and smaller so that all threads end together."""
         largest = max(self.identity.layers[index].bytes_per_token for index in layers) * max(tokens, 1)
-        count = max(1, min(len(layers) // (TASKS_PER_THREAD * threads), TASK_BYTES // largest))
-        return [layers[at : at + count] for at in range(0, len(layers), count)]
+        out, at = [], 0
+        while at < len(layers):
+            share = (len(layers) - at) // (2 * (os.cpu_count() or 1))
+            count = max(1, min(share, TASK_BYTES // largest))
+            out.append(layers[at : at + count])
+            at += count
+        return out
 
     def stats(self) -> dict[str, Any]:
         """Sizes and the four figures: see `pltpack.archive.stats.archive_stats`."""
