@@ -211,7 +211,8 @@ def of_tiers(
         for number, tier in enumerate(dict.fromkeys(tiers)):
             target = folder / str(number)
             # In the archive of a tier that has no use for it, a profile would only cost its bytes.
-            extra: dict[str, Any] = {} if profile is None or family_of(tier) in _WITHOUT_PROFILE else {"profile": profile}
+            wanted = profile is not None and family_of(tier) not in _WITHOUT_PROFILE
+            extra: dict[str, Any] = {"profile": profile} if wanted else {}
             compress(list(snapshots), target, quality=tier, **settings, **extra)
             out.append(FromArchive(stack.enter_context(Archive(target)), tier))
         yield out
