@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from pltpack.codec.base import DecodeJob, KeyValue
 PIECE_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     segment: Segment
     record: np.void
+    state: int
     offset: int
     length: int
     out: KeyValue
@@ -50,7 +50,8 @@ class Batch:
 
     def add(self, segment: Segment, record: np.void, out: KeyValue, reference: KeyValue | None = None) -> None:
         """Note a unit; arguments as of `Segment.decode`. The arrays are filled by the next `run`."""
-        self._items.append(_Item(segment, record, int(record["offset"]), int(record["length"]), out, reference))
+        state, offset, length = (int(record[name]) for name in ("state", "offset", "length"))
+        self._items.append(_Item(segment, record, state, offset, length, out, reference))
 
     def run(self) -> None:
         """Decode all that was added.
@@ -72,7 +73,7 @@ def _pieces(items: list[_Item]) -> Iterator[list[_Item]]:
     for item in items:
         if piece:
             first = piece[0]
-            same = item.segment is first.segment and item.record["state"] == first.record["state"]
+            same = item.segment is first.segment and item.state == first.state
             if not same or item.offset != end or size + item.length > PIECE_BYTES:
                 yield piece
                 piece, size = [], 0

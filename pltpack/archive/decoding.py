@@ -130,6 +130,8 @@ def _mapped(shard: Shard, layer: int, start: int, stop: int) -> KeyValue:
 def own_units(shard: Shard, layer: int, start: int, stop: int) -> np.ndarray:
     """Records of the shard's units that overlap a token range of one layer, in token order."""
     units = shard.units[shard.layer_bounds[layer] : shard.layer_bounds[layer + 1]]
+    if start == 0 and stop >= len(shard.tokens):
+        return units
     starts = units["token_start"].astype(np.int64)
     return units[(starts < stop) & (starts + units["token_count"] > start)]
 

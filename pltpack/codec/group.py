@@ -175,6 +175,8 @@ class GroupCodec(Codec):
                                 self._shrink)  # fmt: skip
 
     def _layer(self, unit: Unit) -> Layer:
-        if not 0 <= unit.layer < len(self._layers) or self._layers[unit.layer].geometry != unit.geometry:
+        # One object nearly always, which is faster to tell than equal ones.
+        known = self._layers[unit.layer].geometry if 0 <= unit.layer < len(self._layers) else None
+        if known is not unit.geometry and known != unit.geometry:
             raise ValueError(f"group state has no layer {unit.layer} of this geometry")
         return self._layers[unit.layer]
