@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,13 +13,16 @@ import numpy as np
 import xxhash
 
 from pltpack.archive.sampling import TokenRange
-from pltpack.codec.base import Codec, KeyValue, Unit
+from pltpack.archive.sink import Sink
+from pltpack.codec.base import Codec, EncodeJob, KeyValue, Unit
 from pltpack.format import tables
 from pltpack.format.container import ContainerWriter
 from pltpack.snapshot import Snapshot
 
 #: Most tokens in one unit (a whole number of blocks of any default size).
 UNIT_TOKENS = 256
+#: Raw bytes that a thread encodes before it hands over what it has, unless one unit is larger.
+GROUP_BYTES = 1 << 20
 
 Progress = Callable[[str, int, int], None]
 In = TypeVar("In")
@@ -102,6 +105,8 @@ class UnitWriter:
     Parameters
     ----------
     container : ContainerWriter
+        Opened by `sink`.
+    sink : Sink
     codec : Codec
     state : int
         Index of the codec's state in the container's list.
@@ -111,44 +116,80 @@ class UnitWriter:
     """
 
     def __init__(
-        self, container: ContainerWriter, codec: Codec, state: int, pool: ThreadPoolExecutor, measure: bool = False
+        self,
+        container: ContainerWriter,
+        sink: Sink,
+        codec: Codec,
+        state: int,
+        pool: ThreadPoolExecutor,
+        measure: bool = False,
     ) -> None:
-        self._container, self._codec, self._state, self._pool = container, codec, state, pool
+        self._container, self._sink, self._codec, self._state, self._pool = container, sink, codec, state, pool
         self._measure = measure and not codec.exact
         self._records: list[tuple[int | float, ...]] = []
+        self._offset = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
     def write(self, jobs: Iterable[UnitJob], progress: Callable[[int], None]) -> None:
         """Encode and append all jobs; `progress` is told the raw bytes done."""
-        for encoded in in_order(self._encode, jobs, self._pool):
-            if encoded.payload or encoded.record:
-                offset = self._container.append(encoded.payload)
-                self._records.append((offset, len(encoded.payload), *encoded.record, encoded.error))
-            progress(encoded.raw_bytes)
+        for group in in_order(self._encode, _groups(jobs), self._pool):
+            kept = [encoded for encoded in group if encoded.payload or encoded.record]
+            self._sink.append(self._container, [encoded.payload for encoded in kept])
+            for encoded in kept:
+                self._records.append((self._offset, len(encoded.payload), *encoded.record, encoded.error))
+                self._offset += len(encoded.payload)
+            progress(sum(encoded.raw_bytes for encoded in group))
 
     def table(self) -> np.ndarray:
         """The unit index so far."""
         return tables.as_bytes(np.array(self._records, tables.UNIT))
 
-    def _encode(self, job: UnitJob) -> Encoded:
-        keys, values = job.snapshot.layer(job.layer, job.start, job.stop)
-        unit = Unit(job.layer, job.snapshot.identity.layers[job.layer], job.start, job.stop - job.start, job.boundary)
-        reference, flags = None, 0
-        if job.reference is not None:
-            reference, flags = job.reference(job.layer, job.start, job.stop), tables.FLAG_REFERENCE
-            if same_bits(keys, reference[0]) and same_bits(values, reference[1]):
-                return Encoded(b"", (), 0.0, job.raw_bytes)
-        payload = self._codec.encode(unit, keys, values, reference)
+    def _encode(self, group: Sequence[UnitJob]) -> list[Encoded]:
+        work = [_load(job) for job in group]
+        payloads = iter(self._codec.encode_many([job for job in work if job is not None]))
+        return [self._encoded(job, given, None if given is None else next(payloads))
+                for job, given in zip(group, work, strict=True)]  # fmt: skip
+
+    def _encoded(self, job: UnitJob, given: EncodeJob | None, payload: bytes | None) -> Encoded:
+        if given is None or payload is None:
+            return Encoded(b"", (), 0.0, job.raw_bytes)
         error = 0.0
         if self._measure:
-            decoded = np.empty_like(keys, order="C"), np.empty_like(values, order="C")
-            self._codec.decode(memoryview(payload), unit, *decoded, reference)
-            error = relative_error((keys, values), decoded)
-        record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, unit.tokens,
+            decoded = np.empty_like(given.keys, order="C"), np.empty_like(given.values, order="C")
+            self._codec.decode(memoryview(payload), given.unit, *decoded, given.reference)
+            error = relative_error((given.keys, given.values), decoded)
+        flags = 0 if job.reference is None else tables.FLAG_REFERENCE
+        record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, given.unit.tokens,
                   job.layer, 1, self._state, flags, job.node)  # fmt: skip
         return Encoded(payload, record, min(error, 3e38), job.raw_bytes)
+
+
+def _groups(jobs: Iterable[UnitJob]) -> Iterator[list[UnitJob]]:
+    """Cut jobs into runs of about `GROUP_BYTES` that a thread encodes at once."""
+    group: list[UnitJob] = []
+    size = 0
+    for job in jobs:
+        if group and size + job.raw_bytes > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(job)
+        size += job.raw_bytes
+    if group:
+        yield group
+
+
+def _load(job: UnitJob) -> EncodeJob | None:
+    """A job's arrays, or None if they equal the reference bit by bit."""
+    keys, values = job.snapshot.layer(job.layer, job.start, job.stop)
+    unit = Unit(job.layer, job.snapshot.identity.layers[job.layer], job.start, job.stop - job.start, job.boundary)
+    if job.reference is None:
+        return EncodeJob(unit, keys, values)
+    reference = job.reference(job.layer, job.start, job.stop)
+    if same_bits(keys, reference[0]) and same_bits(values, reference[1]):
+        return None
+    return EncodeJob(unit, keys, values, reference)
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -6,9 +6,10 @@ Everything is written beside what exists and becomes visible by the manifest alo
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,13 @@ from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.segments import Library, dumps_json
 from pltpack.archive.sharing import NewNode, Run, Sharing, run_records, share
+from pltpack.archive.sink import Sink
 from pltpack.codec import registry
 from pltpack.codec.base import Codec
 from pltpack.errors import ConflictError, DumpError, UnsupportedError
 from pltpack.format import state as state_format
 from pltpack.format import tables
-from pltpack.format.container import FORMAT_VERSION, ContainerInfo, ContainerWriter
+from pltpack.format.container import FORMAT_VERSION, ContainerInfo
 from pltpack.format.manifest import SHARDS, FileEntry, Manifest, SessionEntry
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot, token_ids
@@ -83,6 +85,7 @@ class GenerationWriter:
         self._folder, self._archive, self._settings, self._progress = folder, archive, settings, progress
         self._libraries: list[Library] = list(archive.libraries) if archive else []
         self._opened: Library | None = None
+        self._paths: set[Path] = set()
 
     def add(self, snapshots: Sequence[Snapshot]) -> Manifest:
         """Write the sessions and the next manifest; returns the manifest, already committed.
@@ -97,7 +100,8 @@ class GenerationWriter:
         identity = self._check(snapshots)
         if self._archive is None:
             (self._folder / SHARDS).mkdir()
-        with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="pltpack-encode") as pool:
+        threads = os.cpu_count() or 1
+        with ThreadPoolExecutor(threads, thread_name_prefix="pltpack-encode") as pool, Sink() as self._sink:
             try:
                 return self._add(snapshots, identity, pool)
             finally:
@@ -122,10 +126,14 @@ class GenerationWriter:
             new_entry, place = self._write_library(sharing.nodes, ranges, place, tier, identity, pool)
         assert place is not None
         owners = [node.owner for node in sharing.nodes]
-        entries = []
+        written = []
         for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
             mine = [dataclasses.replace(r, library=r.library or self._opened) for r in runs]
-            entries.append(self._write_shard(snapshot, mine, owners, place, identity, pool))
+            written.append(self._write_shard(snapshot, mine, owners, place, identity, pool))
+        entries = [
+            session_entry(path, info.result(), snapshot.session, len(snapshot), snapshot.identity.salt)
+            for snapshot, (path, info) in zip(snapshots, written, strict=True)
+        ]
         old = self._archive.manifest if self._archive else None
         manifest = Manifest(
             generation=old.generation + 1 if old else 1,
@@ -206,33 +214,31 @@ class GenerationWriter:
             "libraries": dumps_json([lib.entry.head_sha256 for lib in others]),
             "salts": dumps_json(salts),
         }
-        container = ContainerWriter(path, header_reserve(metadata))
-        try:
-            writer = UnitWriter(container, codec, 0, pool, measure=True)
-            records = []
-            offset = 0
-            for index, node in enumerate(nodes):
-                first = len(writer)
-                tokens = TokenRange(node.owner, node.position, node.stop)
-                for layer in range(len(identity.layers)):
-                    jobs = split(tokens, layer, self._settings.block, node.position, index)
-                    writer.write(jobs, self._advance)
-                parent = _parent(node.parent, others)
-                records.append((offset, *parent, node.position, node.stop - node.position, node.visits, first,
-                                len(writer) - first, salts.index(node.owner.identity.salt)))  # fmt: skip
-                offset += node.stop - node.position
-            parts = [np.empty(0, np.int32), *(n.owner.tokens[n.position : n.stop] for n in nodes)]
-            info = container.commit(
-                {
-                    "unit.index": writer.table(),
-                    "trie.nodes": tables.as_bytes(np.array(records, tables.NODE)),
-                    "trie.tokens": np.concatenate(parts),
-                    "codec.state.0": packed,
-                },
-                metadata,
-            )
-        finally:
-            container.abort()
+        container = self._sink.open(path, header_reserve(metadata))
+        writer = UnitWriter(container, self._sink, codec, 0, pool, measure=True)
+        records = []
+        offset = 0
+        for index, node in enumerate(nodes):
+            first = len(writer)
+            tokens = TokenRange(node.owner, node.position, node.stop)
+            layers = range(len(identity.layers))
+            jobs = (split(tokens, layer, self._settings.block, node.position, index) for layer in layers)
+            writer.write(itertools.chain.from_iterable(jobs), self._advance)
+            parent = _parent(node.parent, others)
+            records.append((offset, *parent, node.position, node.stop - node.position, node.visits, first,
+                            len(writer) - first, salts.index(node.owner.identity.salt)))  # fmt: skip
+            offset += node.stop - node.position
+        parts = [np.empty(0, np.int32), *(n.owner.tokens[n.position : n.stop] for n in nodes)]
+        info = self._sink.commit(
+            container,
+            {
+                "unit.index": writer.table(),
+                "trie.nodes": tables.as_bytes(np.array(records, tables.NODE)),
+                "trie.tokens": np.concatenate(parts),
+                "codec.state.0": packed,
+            },
+            metadata,
+        ).result()
         entry = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
         self._opened = Library(self._folder, entry, identity)
         self._libraries.append(self._opened)
@@ -246,10 +252,11 @@ class GenerationWriter:
         place: _CodecPlace,
         identity: Identity,
         pool: ThreadPoolExecutor,
-    ) -> SessionEntry:
+    ) -> tuple[Path, Future[ContainerInfo]]:
         library = place.library or self._opened
         assert library is not None
-        path = shard_path(self._folder, snapshot.session)
+        path = shard_path(self._folder, snapshot.session, self._paths)
+        self._paths.add(path)
         draft = Draft(snapshot, runs, self._libraries, self._opened, owners)
         if not place.codec.exact:
             draft.keep_near(pool, self._advance)
@@ -262,22 +269,19 @@ class GenerationWriter:
         }
         if snapshot.identity.salt is not None:
             metadata["salt"] = snapshot.identity.salt
-        container = ContainerWriter(path, header_reserve(metadata))
-        try:
-            writer = UnitWriter(container, place.codec, 0, pool)
-            jobs = draft.jobs(self._settings.block, corrections=place.codec.exact)
-            writer.write(jobs, self._advance)
-            info = container.commit(
-                {
-                    "tokens": np.ascontiguousarray(snapshot.tokens, np.int32),
-                    "map": tables.as_bytes(run_records(draft.runs, used)),
-                    "unit.index": writer.table(),
-                },
-                metadata,
-            )
-        finally:
-            container.abort()
-        return session_entry(path, info, snapshot.session, len(snapshot), snapshot.identity.salt)
+        container = self._sink.open(path, header_reserve(metadata))
+        writer = UnitWriter(container, self._sink, place.codec, 0, pool)
+        writer.write(draft.jobs(self._settings.block, corrections=place.codec.exact), self._advance)
+        info = self._sink.commit(
+            container,
+            {
+                "tokens": np.ascontiguousarray(snapshot.tokens, np.int32),
+                "map": tables.as_bytes(run_records(draft.runs, used)),
+                "unit.index": writer.table(),
+            },
+            metadata,
+        )
+        return path, info
 
 
 def next_library(folder: Path, libraries: Iterable[Library]) -> Path:
@@ -288,12 +292,12 @@ def next_library(folder: Path, libraries: Iterable[Library]) -> Path:
     return path
 
 
-def shard_path(folder: Path, session: str) -> Path:
-    """A free file name for a session's shard."""
+def shard_path(folder: Path, session: str, taken: Container[Path] = ()) -> Path:
+    """A free file name for a session's shard; `taken` are those that will be written soon."""
     stem = session_to_file(session)
     path = folder / SHARDS / f"{stem}.pltshard"
     number = 1
-    while path.exists():
+    while path.exists() or path in taken:
         number += 1
         path = folder / SHARDS / f"{stem}.{number}.pltshard"
     return path

@@ -1,0 +1,83 @@
+"""Write containers behind the encoders: hashing, writing and syncing in threads of their own, in order."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from pltpack.format.container import ContainerInfo, ContainerWriter
+
+#: Payload bytes, and appends, that may wait to be written before the encoders have to.
+WAITING_BYTES = 1 << 25
+WAITING_APPENDS = 64
+
+
+class Sink:
+    """Containers being written; use as a context manager, from one thread.
+
+    What is not committed when the context is left is removed. Errors of the system come up at a later call, at the
+    latest in what `commit` gives.
+    """
+
+    def __init__(self) -> None:
+        # Two threads, since to sync a file is mostly to wait.
+        self._appender = ThreadPoolExecutor(1, thread_name_prefix="pltpack-write")
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="pltpack-sync")
+        self._containers: list[ContainerWriter] = []
+        self._waiting: collections.deque[tuple[int, Future[None]]] = collections.deque()
+        self._bytes = 0
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._appender.shutdown(wait=True, cancel_futures=True)
+        self._committer.shutdown(wait=True, cancel_futures=kind is not None)
+        for container in self._containers:
+            container.abort()
+
+    def open(self, path: Path, reserve: int) -> ContainerWriter:
+        """A new container; arguments as of `ContainerWriter`. Append to it through this sink only."""
+        container = ContainerWriter(path, reserve)
+        self._containers.append(container)
+        return container
+
+    def append(self, container: ContainerWriter, payloads: Sequence[bytes]) -> None:
+        """Append payloads to a container, soon."""
+        size = sum(map(len, payloads))
+        while self._waiting and (self._bytes + size > WAITING_BYTES or len(self._waiting) >= WAITING_APPENDS):
+            self._settle()
+        self._waiting.append((size, self._appender.submit(_append, container, payloads)))
+        self._bytes += size
+
+    def commit(
+        self, container: ContainerWriter, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    ) -> Future[ContainerInfo]:
+        """Commit a container, to which nothing is appended any more; arguments as of `ContainerWriter.commit`."""
+        # One thread appends in order, so what is submitted now comes after all that was appended.
+        appended = self._appender.submit(_append, container, ())
+        before = [future for _, future in self._waiting]
+
+        def finish() -> ContainerInfo:
+            for future in (*before, appended):
+                future.result()
+            return container.commit(tables, metadata)
+
+        return self._committer.submit(finish)
+
+    def _settle(self) -> None:
+        size, future = self._waiting.popleft()
+        self._bytes -= size
+        future.result()
+
+
+def _append(container: ContainerWriter, payloads: Sequence[bytes]) -> None:
+    for payload in payloads:
+        container.append(payload)
