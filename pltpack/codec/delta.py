@@ -166,11 +166,17 @@ def decode_sparse(reader: Reader, words: Words, reference: Words) -> None:
 
 def channel_rows(words: Words) -> np.ndarray:
     """Keys ``[H, T, D_k]`` and values ``[H, T, D_v]`` as rows ``[H * (D_k + D_v), T]``."""
+    channels = words[0].shape[0] * (words[0].shape[2] + words[1].shape[2])
+    rows = np.empty((channels, words[0].shape[1]), dtype=words[0].dtype)
+    fill_rows(words, rows)
+    return rows
+
+
+def fill_rows(words: Words, rows: np.ndarray) -> None:
+    """As `channel_rows`, into an array."""
     split = words[0].shape[0] * words[0].shape[2]
-    rows = np.empty((split + words[1].shape[0] * words[1].shape[2], words[0].shape[1]), dtype=words[0].dtype)
     planes.to_rows(words[0], rows[:split])
     planes.to_rows(words[1], rows[split:])
-    return rows
 
 
 def spread_rows(rows: np.ndarray, words: Words) -> None:

@@ -152,7 +152,8 @@ class GroupCodec(Codec):
         if (keys.shape, values.shape) != shapes:
             raise ValueError(f"unit arrays are {keys.shape} and {values.shape}, not {shapes[0]} and {shapes[1]}")
         if self._coding is None:
-            self._coding = group_encode.Coding(STEPS[self.bits], self._freqs, levels.bit_costs(self._freqs))
+            self._coding = group_encode.Coding(STEPS[self.bits], self._freqs, levels.bit_costs(self._freqs),
+                                               rans.encode_tables(self._freqs))  # fmt: skip
         return group_encode.encode(self._coding, layer, unit, (keys, values), reference)
 
     def decode(

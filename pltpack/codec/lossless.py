@@ -53,15 +53,17 @@ escape symbols; u8 ``[R]`` bases; u8 ``[R]`` class bytes.
 from __future__ import annotations
 
 import dataclasses
+import os
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
 
 from pltpack.codec import classes, delta, symbols
 from pltpack.codec.base import Codec, KeyValue, LayerSample, Samples, State, Unit
-from pltpack.codec.classes import LAYOUTS, Layout, Rows, Tables
+from pltpack.codec.classes import LAYOUTS, Layout, Rows, Tables, Windowed
 from pltpack.codec.delta import Words
 from pltpack.codec.payload import Reader, declared_size, expand, squeeze
 from pltpack.snapshot import Identity, LayerGeometry
@@ -95,16 +97,9 @@ class LosslessCodec(Codec):
 
     def learn(self, samples: Samples, identity: Identity) -> dict[str, np.ndarray]:
         """See `Codec.learn`: windows and classes of all channels, and up to 64 tables."""
-        parts, elements = [], 0
-        for index, geometry in enumerate(identity.layers):
-            layout = LAYOUTS[geometry.dtype]
-            given = samples.layer(index)
-            for sample in given:
-                _check_shapes(sample.unit, _words((sample.keys, sample.values), layout))
-            found = _thin(given)
-            runs = [delta.channel_rows(_words((sample.keys, sample.values), layout)) for sample in found]
-            elements += sum(rows.size for rows in runs)
-            parts.append(classes.window(runs, geometry.elements_per_token, layout))
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            found = list(pool.map(lambda item: _windows(samples, *item), enumerate(identity.layers)))
+        parts, elements = [part for part, _ in found], sum(size for _, size in found)
         freqs, escape, base, kinds = classes.learn(parts, min(STATE_CLASSES, max(1, elements // _STATE_ELEMENTS)))
         return {"freqs": freqs, "escape": escape, "base": base, "class": kinds}
 
@@ -192,6 +187,22 @@ class LosslessCodec(Codec):
         else:
             raise ValueError(f"lossless payload has the unknown mode {mode}")
         reader.end()
+
+
+def _windows(samples: Samples, index: int, geometry: LayerGeometry) -> tuple[Windowed, int]:
+    """Statistics of one layer's sample, and its number of elements."""
+    layout = LAYOUTS[geometry.dtype]
+    given = samples.layer(index)
+    for sample in given:
+        _check_shapes(sample.unit, _words((sample.keys, sample.values), layout))
+    found = [_words((sample.keys, sample.values), layout) for sample in _thin(given)]
+    rows = np.empty((geometry.elements_per_token, sum(words[0].shape[1] for words in found)), dtype=layout.word)
+    at = 0
+    for words in found:
+        end = at + words[0].shape[1]
+        delta.fill_rows(words, rows[:, at:end])
+        at = end
+    return classes.window([rows], len(rows), layout), rows.size
 
 
 def _words(arrays: KeyValue, layout: Layout) -> Words:

@@ -96,6 +96,18 @@ def from_rows(rows: np.ndarray, words: np.ndarray) -> None:
         _by_four(8 * words.itemsize)[1](rows, packed)
 
 
+@numba.njit(nogil=True, cache=True)
+def equal_pairs(plane: Any, step: int) -> tuple[int, int]:
+    """Number of every `step`-th byte of a plane ``[N]``, and of ordered pairs of them that are equal."""
+    counts = np.zeros(256, dtype=np.int64)
+    size = pairs = 0
+    for i in range(0, plane.size, step):
+        pairs += 2 * counts[plane[i]]
+        counts[plane[i]] += 1
+        size += 1
+    return size, pairs
+
+
 @functools.cache
 def measure(word_bits: int, low: int, step_bits: int) -> Any:
     """The kernel ``(rows, scale, normal, negative)`` that adds up what places a channel's window.

@@ -19,7 +19,7 @@ from pltpack.errors import UnsupportedError
 
 __all__ = [
     "HEADER_BYTES", "KERNEL", "KERNEL_VARIABLE", "LANES", "PROB_SCALE", "decode", "decode_tables", "encode",
-    "normalize",
+    "encode_tables", "normalize",
 ]  # fmt: skip
 
 HEADER_BYTES = 4 * LANES
@@ -107,7 +107,22 @@ KERNEL = _chosen(os.environ.get(KERNEL_VARIABLE, ""))
 _ENCODE_ROWS, _DECODE_ROWS = _LOOPS[KERNEL]
 
 
-def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> bytes:
+def encode_tables(freqs: np.ndarray) -> np.ndarray:
+    """What `encode` looks up: uint32 ``[S, 256]`` of ``freq | start << 16``.
+
+    Parameters
+    ----------
+    freqs : ndarray
+        uint16 ``[S, 256]`` from `normalize`.
+    """
+    freqs = np.ascontiguousarray(freqs, dtype=np.uint32)
+    if freqs.ndim != 2 or freqs.shape[1] != 256:
+        raise ValueError("rANS needs frequencies of 256 symbols in each table")
+    out: np.ndarray = freqs | (np.cumsum(freqs, axis=1, dtype=np.uint32) - freqs) << 16
+    return out
+
+
+def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray, tables: np.ndarray | None = None) -> bytes:
     """Encode rows of byte symbols.
 
     Parameters
@@ -118,6 +133,8 @@ def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> 
         Table index of each row, ``[R]``.
     freqs : ndarray
         uint16 ``[S, 256]`` from `normalize`.
+    tables : ndarray, optional
+        `encode_tables` of them, where they are used more than once.
 
     Returns
     -------
@@ -130,10 +147,10 @@ def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> 
         If a symbol has frequency 0 in its table, or a row names no table.
     """
     symbols = np.ascontiguousarray(symbols, dtype=np.uint8)
-    freqs = np.ascontiguousarray(freqs, dtype=np.uint32)
-    if symbols.ndim != 2 or freqs.ndim != 2 or freqs.shape[1] != 256:
-        raise ValueError("rANS needs a matrix of symbols and frequencies of 256 symbols in each table")
-    tables = freqs | (np.cumsum(freqs, axis=1, dtype=np.uint32) - freqs) << 16
+    if symbols.ndim != 2:
+        raise ValueError("rANS needs a matrix of symbols")
+    if tables is None:
+        tables = encode_tables(freqs)
     words = np.empty(symbols.size, dtype=np.uint16)
     states = np.full(LANES, STATE_LOW, dtype=np.uint32)
     rows = _checked_rows(table_of_row, len(symbols), len(tables))

@@ -21,9 +21,16 @@ def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> 
     symbols = np.empty(rows.shape, dtype=np.uint8)
     escapes = np.empty(rows.size, dtype=np.uint16)
     count = planes.split(layout.word_bits, layout.low)(
-        rows, channels.start, channels.mirror, channels.table, tables.escape, tables.plain, symbols, escapes,
+        rows,
+        channels.start,
+        channels.mirror,
+        channels.table,
+        tables.escape,
+        tables.plain,
+        symbols,
+        escapes,
     )
-    stream = rans.encode(symbols, channels.table, tables.freqs)
+    stream = rans.encode(symbols, channels.table, tables.freqs, tables.coding)
     parts = [struct.pack("<II", count, len(stream)), escapes[:count].astype("<u2").tobytes(), stream]
     usual = 64 * count <= rows.size and 16 * len(stream) <= 15 * rows.size + 16 * rans.HEADER_BYTES
     stored = squeezed = 0
@@ -77,10 +84,8 @@ def _read_plane(reader: Reader, shape: tuple[int, int]) -> np.ndarray:
 
 def _structured(plane: np.ndarray) -> bool:
     """Whether bytes sampled from a plane repeat clearly more often than random ones."""
-    sample = plane[:: max(1, plane.size // _PROBE)]
-    counts = np.bincount(sample, minlength=256)
-    pairs = int((counts * (counts - 1)).sum())
-    return 256 * pairs > (5 * sample.size * (sample.size - 1)) // 4
+    size, pairs = planes.equal_pairs(plane, max(1, plane.size // _PROBE))
+    return bool(256 * pairs > (5 * size * (size - 1)) // 4)
 
 
 def _shape(shape: tuple[int, ...], width: int) -> tuple[int, int]:
