@@ -104,12 +104,12 @@ class Tables:
         self.freqs = np.ascontiguousarray(freqs)
         self.escape = np.ascontiguousarray(escape)
         self.slots = rans.decode_tables(self.freqs)
-        self.coding = rans.encode_tables(self.freqs)
         self.plain = self.freqs > 0
         own = (np.arange(len(freqs)), self.escape)
         if not self.plain[own].all():
             raise ValueError("a lossless table cannot code its escape symbol")
         self.plain[own] = False
+        self.coding = rans.encode_tables(self.freqs, self.plain, self.escape)
 
     def __len__(self) -> int:
         return len(self.freqs)

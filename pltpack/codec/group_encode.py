@@ -34,8 +34,7 @@ _FEW = 16
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """What the encoder takes from its codec: the tier's step, uint16 frequencies, int32 costs in 1/256 bit,
-    rANS tables."""
+    """What the encoder takes from its codec: step of the tier, frequencies, int32 costs in 1/256 bit, rANS tables."""
 
     step: float
     freqs: np.ndarray
@@ -70,7 +69,7 @@ def encode(coding: Coding, layer: Layer, unit: Unit, arrays: KeyValue, reference
     exact, rest = _exact(arrays, np.flatnonzero(classes == tokens.EXACT))
     kinds = np.empty(4 * heads * unit.tokens, dtype=np.int64)
     quantize.plan(classes, codes, bases, pairs(layer.dims[0]), pairs(layer.dims[1]), kinds)
-    streams = _streams(coding, [*rows, *exact], kinds)
+    streams = _streams(coding.tables, [*rows, *exact], kinds)
     runs, escaped = tokens.pack_runs(classes), b"".join(escapes)
     return b"".join([
         HEADER.pack(flags, len(runs), len(escaped) // 2, len(streams[0])),
@@ -222,13 +221,13 @@ def _exact(arrays: KeyValue, where: np.ndarray) -> tuple[list[np.ndarray], list[
     return rows, rest
 
 
-def _streams(coding: Coding, rows: list[np.ndarray], kinds: np.ndarray) -> list[bytes]:
+def _streams(tables: np.ndarray, rows: list[np.ndarray], kinds: np.ndarray) -> list[bytes]:
     """One stream of all rows (keys, values, exact keys, exact values), or one of keys and one of values."""
     ends = np.cumsum([len(r) for r in rows])
     if rows[0].shape[1] == rows[1].shape[1]:
-        return [rans.encode(np.concatenate(rows), kinds[: ends[-1]], coding.freqs, coding.tables)]
+        return [rans.encode_with(np.concatenate(rows), kinds[: ends[-1]], tables)[0]]
     split = np.split(kinds[: ends[-1]], ends[:-1])
-    return [rans.encode(np.concatenate(rows[i::2]), np.concatenate(split[i::2]), coding.freqs, coding.tables)
+    return [rans.encode_with(np.concatenate(rows[i::2]), np.concatenate(split[i::2]), tables)[0]
             for i in (0, 1)]  # fmt: skip
 
 

@@ -159,44 +159,53 @@ def count(word_bits: int, low: int) -> Any:
 
 
 @functools.cache
-def split(word_bits: int, low: int) -> Any:
-    """The kernel that splits words of one width into window symbols and escaped tops.
+def split(word_bits: int, low: int) -> tuple[Any, Any]:
+    """The kernels that split words of one width into window symbols and escaped tops.
 
-    Called as ``kernel(rows, base, mirror, table, escape, plain, symbols, escapes)``: `rows` ``[R, N]``; `base` and
-    `mirror` uint16 ``[R]`` (window start; 128 where signs are mirrored); `table` ``[R]``; `escape` uint8 ``[C]``;
-    `plain` bool ``[C, 256]``, whether a symbol may stand for itself; `symbols` uint8 ``[R, N]`` and `escapes` uint16
-    ``[R * N]`` are filled. Returns the number of escapes. The shift is a constant of the kernel, since a variable one
-    keeps the compiler from working on 16-bit lanes.
+    ``symbols(rows, base, mirror, table, escape, out, far)``: `rows` ``[R, N]``; `base` and `mirror` uint16 ``[R]``
+    (window start; 128 where signs are mirrored); `table` ``[R]``; `escape` uint8 ``[C]``; `out` uint8 ``[R, N]`` is
+    filled, with the escape symbol where a word is outside the window; `far` uint8 ``[R]`` tells which rows have such a
+    word. The shift is a constant of the kernel, since a variable one keeps the compiler from working on 16-bit lanes.
+
+    ``escapes(rows, base, table, plain, symbols, marked, out)`` collects the tops of all words in the rows `marked`
+    (uint8 ``[R]``) that are outside the window, or whose symbol may not stand for itself (`plain`, bool ``[C, 256]``),
+    in `out` uint16 ``[R * N]``; it returns their number.
     """
     mask = np.uint16((1 << (word_bits - low - 1)) - 1)
     down = word_bits - low - 8
 
     @numba.njit(nogil=True, cache=True)
-    def kernel(rows, base, mirror, table, escape, plain, symbols, escapes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        count = 0
+    def symbols(rows, base, mirror, table, escape, out, far):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         for r in range(rows.shape[0]):
-            row, out, allowed = rows[r], symbols[r], plain[table[r]]
+            row, line = rows[r], out[r]
             start, flip = base[r], mirror[r]
-            far = np.uint16(0)
+            widest = np.uint16(0)
             for n in range(row.size):
                 top = np.uint16(row[n] >> low)
                 t = np.uint16(np.uint16(top - start) & mask)
-                far |= t
-                out[n] = np.uint8((t & 127) | (((top >> down) & 128) ^ flip))
-            good = far < 128
-            for n in range(row.size):
-                good &= allowed[out[n]]
-            if not good:
+                widest |= t
+                line[n] = np.uint8((t & 127) | (((top >> down) & 128) ^ flip))
+            far[r] = widest >= 128
+            if widest >= 128:
+                for n in range(row.size):
+                    t = np.uint16(np.uint16(np.uint16(row[n] >> low) - start) & mask)
+                    if t >= 128:
+                        line[n] = escape[table[r]]
+
+    @numba.njit(nogil=True, cache=True)
+    def escapes(rows, base, table, plain, symbols, marked, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        count = 0
+        for r in range(rows.shape[0]):
+            if marked[r]:
+                row, line, allowed, start = rows[r], symbols[r], plain[table[r]], base[r]
                 for n in range(row.size):
                     top = np.uint16(row[n] >> low)
-                    t = np.uint16(np.uint16(top - start) & mask)
-                    if t >= 128 or not allowed[out[n]]:
-                        out[n] = escape[table[r]]
-                        escapes[count] = top
+                    if not allowed[line[n]] or np.uint16(np.uint16(top - start) & mask) >= 128:
+                        out[count] = top
                         count += 1
         return count
 
-    return kernel
+    return symbols, escapes
 
 
 @functools.cache

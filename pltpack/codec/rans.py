@@ -19,7 +19,7 @@ from pltpack.errors import UnsupportedError
 
 __all__ = [
     "HEADER_BYTES", "KERNEL", "KERNEL_VARIABLE", "LANES", "PROB_SCALE", "decode", "decode_tables", "encode",
-    "encode_tables", "normalize",
+    "encode_tables", "encode_with", "normalize",
 ]  # fmt: skip
 
 HEADER_BYTES = 4 * LANES
@@ -107,22 +107,27 @@ KERNEL = _chosen(os.environ.get(KERNEL_VARIABLE, ""))
 _ENCODE_ROWS, _DECODE_ROWS = _LOOPS[KERNEL]
 
 
-def encode_tables(freqs: np.ndarray) -> np.ndarray:
+def encode_tables(freqs: np.ndarray, plain: np.ndarray | None = None, escape: np.ndarray | None = None) -> np.ndarray:
     """What `encode` looks up: uint32 ``[S, 256]`` of ``freq | start << 16``.
 
     Parameters
     ----------
     freqs : ndarray
         uint16 ``[S, 256]`` from `normalize`.
+    plain, escape : ndarray, optional
+        bool ``[S, 256]`` and uint8 ``[S]``: symbols that are not plain are coded as their table's escape symbol, and
+        mark their row (bit 31).
     """
     freqs = np.ascontiguousarray(freqs, dtype=np.uint32)
     if freqs.ndim != 2 or freqs.shape[1] != 256:
         raise ValueError("rANS needs frequencies of 256 symbols in each table")
     out: np.ndarray = freqs | (np.cumsum(freqs, axis=1, dtype=np.uint32) - freqs) << 16
-    return out
+    if plain is None or escape is None:
+        return out
+    return np.where(plain, out, out[np.arange(len(out)), escape][:, None] | np.uint32(1 << 31))
 
 
-def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray, tables: np.ndarray | None = None) -> bytes:
+def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> bytes:
     """Encode rows of byte symbols.
 
     Parameters
@@ -133,8 +138,6 @@ def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray, tab
         Table index of each row, ``[R]``.
     freqs : ndarray
         uint16 ``[S, 256]`` from `normalize`.
-    tables : ndarray, optional
-        `encode_tables` of them, where they are used more than once.
 
     Returns
     -------
@@ -146,18 +149,23 @@ def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray, tab
     ValueError
         If a symbol has frequency 0 in its table, or a row names no table.
     """
+    return encode_with(symbols, table_of_row, encode_tables(freqs))[0]
+
+
+def encode_with(symbols: np.ndarray, table_of_row: np.ndarray, tables: np.ndarray) -> tuple[bytes, np.ndarray]:
+    """As `encode`, with look-up tables from `encode_tables`; gives also the marked rows, uint8 ``[R]``."""
     symbols = np.ascontiguousarray(symbols, dtype=np.uint8)
     if symbols.ndim != 2:
         raise ValueError("rANS needs a matrix of symbols")
-    if tables is None:
-        tables = encode_tables(freqs)
     words = np.empty(symbols.size, dtype=np.uint16)
     states = np.full(LANES, STATE_LOW, dtype=np.uint32)
+    marks = np.empty(len(symbols), dtype=np.uint8)
     rows = _checked_rows(table_of_row, len(symbols), len(tables))
-    first = _ENCODE_ROWS(symbols, rows, tables, words, states)
+    first = _ENCODE_ROWS(symbols, rows, tables, words, states, marks)
     if first < 0:
         raise ValueError("a symbol has frequency 0 in its rANS table")
-    return states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
+    stream = states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
+    return stream, marks
 
 
 def decode(stream: bytes | memoryview, table_of_row: np.ndarray, tables: np.ndarray, out: np.ndarray) -> None:

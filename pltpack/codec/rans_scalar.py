@@ -57,7 +57,7 @@ def fill_decode_tables(freqs: Any, tables: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def encode_rows(symbols: Any, table_of_row: Any, tables: Any, words: Any, states: Any) -> Any:
+def encode_rows(symbols: Any, table_of_row: Any, tables: Any, words: Any, states: Any, marks: Any) -> Any:
     """Code all rows from the last symbol to the first, filling `words` from its end.
 
     Parameters
@@ -67,11 +67,13 @@ def encode_rows(symbols: Any, table_of_row: Any, tables: Any, words: Any, states
     table_of_row : ndarray
         int64 ``[R]``.
     tables : ndarray
-        uint32 ``[S, 256]`` of ``freq | start << 16``.
+        uint32 ``[S, 256]`` of ``freq | start << 16``, plus ``1 << 31`` for symbols that mark their row.
     words : ndarray
         uint16, at least ``R * N`` entries; overwritten.
     states : ndarray
         uint32 ``[32]``; read as the initial and left as the final states.
+    marks : ndarray
+        uint8 ``[R]``; 1 for rows with a marking symbol, else 0.
 
     Returns
     -------
@@ -83,10 +85,12 @@ def encode_rows(symbols: Any, table_of_row: Any, tables: Any, words: Any, states
     bad = False
     for r in range(rows - 1, -1, -1):
         table = tables[table_of_row[r]]
+        every = np.uint32(0)
         for i in range(columns - 1, -1, -1):
             lane = i & (LANES - 1)
             entry = table[symbols[r, i]]
             freq = entry & np.uint32(0xFFFF)
+            every |= entry
             bad |= freq == 0
             freq = max(freq, np.uint32(1))
             x = states[lane]
@@ -97,7 +101,10 @@ def encode_rows(symbols: Any, table_of_row: Any, tables: Any, words: Any, states
             x >>= full << np.uint32(4)
             quotient = x // freq
             rest = x - quotient * freq
-            states[lane] = np.uint32((quotient << np.uint32(PROB_BITS)) + rest + (entry >> np.uint32(16)))
+            states[lane] = np.uint32(
+                (quotient << np.uint32(PROB_BITS)) + rest + (entry >> np.uint32(16) & np.uint32(PROB_SCALE - 1))
+            )
+        marks[r] = every >> np.uint32(31)
     return -1 if bad else position
 
 

@@ -22,6 +22,8 @@ from pltpack.codec.rans_scalar import LANES, PROB_BITS, PROB_SCALE, STATE_LOW
 cgutils: Any = _cgutils
 
 _NEEDS = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx2": ("avx2",)}
+#: Bit of what an encoded row gives that tells of a marking symbol.
+_MARK = 40
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 
@@ -202,12 +204,13 @@ def _emit_decode(ops: _Avx512, words: Any, table: Any, states: Any, row: Any, co
 def _divide(ops: _Avx512, x: Any, freq: Any) -> tuple[Any, Any]:
     """Quotient and rest of ``x / freq`` for quotients below 2**20.
 
-    The float32 quotient is off by less than 1, so one correction in each direction makes it exact; the result does not
-    depend on rounding.
+    The float32 quotient, of three roundings, is off by less than 1, so one correction in each direction makes it exact;
+    the result does not depend on rounding. The reciprocal does not wait for `x`, as a division would.
     """
     builder = ops.builder
     floats = ir.VectorType(ir.FloatType(), ops.width)
-    ratio = builder.fdiv(builder.uitofp(x, floats), builder.uitofp(freq, floats))
+    one = ir.Constant(floats, [1.0] * ops.width)
+    ratio = builder.fmul(builder.uitofp(x, floats), builder.fdiv(one, builder.uitofp(freq, floats)))
     quotient = builder.fptosi(ratio, ops.lanes)
     rest = builder.sub(x, builder.mul(quotient, freq))
     for relation, bound, change in (("<", ops.splat(0), -1), (">=", freq, 1)):
@@ -218,11 +221,15 @@ def _divide(ops: _Avx512, x: Any, freq: Any) -> tuple[Any, Any]:
 
 
 def _emit_encode(ops: _Avx512, symbols: Any, table: Any, states: Any, words: Any, columns: Any) -> Any:
-    """Emit the coding of one row downwards from `words`; gives the number of bytes written, negative if impossible."""
+    """Emit the coding of one row downwards from `words`.
+
+    Gives the number of bytes written, negative if impossible; plus ``1 << _MARK`` if an entry's highest bit is set.
+    """
     builder = ops.builder
     lanes = _load_states(ops, states)
     position = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
     least = cgutils.alloca_once_value(builder, ops.splat(1))
+    every = cgutils.alloca_once_value(builder, ops.splat(0))
 
     def step(column: Any, active: Any) -> None:
         for number, slot in reversed(list(enumerate(lanes))):
@@ -231,6 +238,8 @@ def _emit_encode(ops: _Avx512, symbols: Any, table: Any, states: Any, words: Any
             old = builder.load(slot)
             source = builder.add(column, ir.Constant(_I64, first))
             entry = ops.gather(table, ops.load(symbols, source, _I8, inside))
+            here = entry if inside is None else builder.select(inside, entry, ops.splat(0))
+            builder.store(builder.or_(builder.load(every), here), every)
             freq = builder.and_(entry, ops.splat(0xFFFF))
             if inside is not None:
                 freq = builder.select(inside, freq, ops.splat(1))
@@ -246,7 +255,7 @@ def _emit_encode(ops: _Avx512, symbols: Any, table: Any, states: Any, words: Any
             builder.store(here, position)
             x = builder.select(full, builder.lshr(old, ops.splat(16)), old)
             quotient, rest = _divide(ops, x, freq)
-            start = builder.lshr(entry, ops.splat(16))
+            start = builder.and_(builder.lshr(entry, ops.splat(16)), ops.splat(PROB_SCALE - 1))
             new = builder.add(builder.add(builder.shl(quotient, ops.splat(PROB_BITS)), rest), start)
             builder.store(new if inside is None else builder.select(inside, new, old), slot)
 
@@ -254,7 +263,12 @@ def _emit_encode(ops: _Avx512, symbols: Any, table: Any, states: Any, words: Any
     _store_states(ops, states, lanes)
     bad = builder.icmp_unsigned("==", builder.load(least), ops.splat(0))
     possible = builder.icmp_unsigned("==", ops.bits(bad), ir.Constant(ir.IntType(ops.width), 0))
-    return builder.select(possible, builder.neg(builder.load(position)), ir.Constant(_I64, -1))
+    marking = builder.icmp_signed("<", builder.load(every), ops.splat(0))
+    marked = builder.icmp_unsigned("!=", ops.bits(marking), ir.Constant(ir.IntType(ops.width), 0))
+    written = builder.or_(
+        builder.neg(builder.load(position)), builder.shl(builder.zext(marked, _I64), ir.Constant(_I64, _MARK))
+    )
+    return builder.select(possible, written, ir.Constant(_I64, -1))
 
 
 def _row_intrinsic(make_ops: Any, emit: Any) -> Any:
@@ -288,7 +302,7 @@ _encode_row_avx512 = _row_intrinsic(_Avx512, _emit_encode)
 
 
 @numba.njit(nogil=True, cache=True)
-def encode_rows_avx512(symbols: Any, table_of_row: Any, tables: Any, words: Any, states: Any) -> Any:
+def encode_rows_avx512(symbols: Any, table_of_row: Any, tables: Any, words: Any, states: Any, marks: Any) -> Any:
     """As `pltpack.codec.rans_scalar.encode_rows`; all arrays C-contiguous."""
     rows, columns = symbols.shape
     end = np.int64(2 * words.size)
@@ -297,7 +311,8 @@ def encode_rows_avx512(symbols: Any, table_of_row: Any, tables: Any, words: Any,
         written = _encode_row_avx512(symbols, r * columns, tables, table, states, words, end, columns)
         if written < 0:
             return -1
-        end -= written
+        marks[r] = written >> _MARK
+        end -= written & ((1 << _MARK) - 1)
     return end // 2
 
 

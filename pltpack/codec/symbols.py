@@ -19,18 +19,13 @@ _PROBE = 2048
 def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> tuple[bytes, bool]:
     """The symbol body of words ``[R, N]``, and whether it looks as it does for data that the tables were made for."""
     symbols = np.empty(rows.shape, dtype=np.uint8)
-    escapes = np.empty(rows.size, dtype=np.uint16)
-    count = planes.split(layout.word_bits, layout.low)(
-        rows,
-        channels.start,
-        channels.mirror,
-        channels.table,
-        tables.escape,
-        tables.plain,
-        symbols,
-        escapes,
-    )
-    stream = rans.encode(symbols, channels.table, tables.freqs, tables.coding)
+    far = np.empty(len(rows), dtype=np.uint8)
+    to_symbols, collect = planes.split(layout.word_bits, layout.low)
+    to_symbols(rows, channels.start, channels.mirror, channels.table, tables.escape, symbols, far)
+    stream, marks = rans.encode_with(symbols, channels.table, tables.coding)
+    marks |= far
+    escapes = np.empty(int(np.count_nonzero(marks)) * rows.shape[1], dtype=np.uint16)
+    count = collect(rows, channels.start, channels.table, tables.plain, symbols, marks, escapes)
     parts = [struct.pack("<II", count, len(stream)), escapes[:count].astype("<u2").tobytes(), stream]
     usual = 64 * count <= rows.size and 16 * len(stream) <= 15 * rows.size + 16 * rans.HEADER_BYTES
     stored = squeezed = 0
