@@ -31,6 +31,7 @@ class Sink:
         self._containers: list[ContainerWriter] = []
         self._waiting: collections.deque[tuple[int, Future[None]]] = collections.deque()
         self._bytes = 0
+        self._syncs: list[Future[None]] = []
 
     def __enter__(self) -> Sink:
         return self
@@ -71,6 +72,21 @@ class Sink:
             return container.commit(tables, metadata)
 
         return self._committer.submit(finish)
+
+    def place(
+        self, container: ContainerWriter, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    ) -> ContainerInfo:
+        """As `commit`, but the file is there to be read on return, and durable when `finish` has returned."""
+        while self._waiting:
+            self._settle()
+        info = container.commit(tables, metadata, sync=False)
+        self._syncs.append(self._committer.submit(container.sync))
+        return info
+
+    def finish(self) -> None:
+        """Wait until all that was placed is durable."""
+        for future in self._syncs:
+            future.result()
 
     def _settle(self) -> None:
         size, future = self._waiting.popleft()

@@ -144,6 +144,7 @@ class GenerationWriter:
             libraries=(*(old.libraries if old else ()), *([new_entry] if new_entry else ())),
             sessions=(*(old.sessions if old else ()), *entries),
         )
+        self._sink.finish()
         manifest.commit(self._folder)
         return manifest
 
@@ -229,7 +230,7 @@ class GenerationWriter:
                             len(writer) - first, salts.index(node.owner.identity.salt)))  # fmt: skip
             offset += node.stop - node.position
         parts = [np.empty(0, np.int32), *(n.owner.tokens[n.position : n.stop] for n in nodes)]
-        info = self._sink.commit(
+        info = self._sink.place(
             container,
             {
                 "unit.index": writer.table(),
@@ -238,7 +239,7 @@ class GenerationWriter:
                 "codec.state.0": packed,
             },
             metadata,
-        ).result()
+        )
         entry = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
         self._opened = Library(self._folder, entry, identity)
         self._libraries.append(self._opened)

@@ -225,9 +225,9 @@ def _streams(tables: np.ndarray, rows: list[np.ndarray], kinds: np.ndarray) -> l
     """One stream of all rows (keys, values, exact keys, exact values), or one of keys and one of values."""
     ends = np.cumsum([len(r) for r in rows])
     if rows[0].shape[1] == rows[1].shape[1]:
-        return [rans.encode_with(np.concatenate(rows), kinds[: ends[-1]], tables)[0]]
+        return [b"".join(rans.encode_with(np.concatenate(rows), kinds[: ends[-1]], tables)[0])]
     split = np.split(kinds[: ends[-1]], ends[:-1])
-    return [rans.encode_with(np.concatenate(rows[i::2]), np.concatenate(split[i::2]), tables)[0]
+    return [b"".join(rans.encode_with(np.concatenate(rows[i::2]), np.concatenate(split[i::2]), tables)[0])
             for i in (0, 1)]  # fmt: skip
 
 

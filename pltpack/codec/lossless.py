@@ -138,7 +138,7 @@ class LosslessCodec(Codec):
         usual = False
         if self._tables is not None:
             body, usual = symbols.encode(rows, self._static(unit), self._tables, layout)
-            found.append(bytes([STATIC]) + body)
+            found.append(b"".join([bytes([STATIC]), *body]))
         if not usual:
             found += [*_encode_inline(rows, layout), bytes([ZSTD]) + squeeze(_byte_planes(rows))]
         best = min(found, key=len)
@@ -192,10 +192,11 @@ class LosslessCodec(Codec):
 def _windows(samples: Samples, index: int, geometry: LayerGeometry) -> tuple[Windowed, int]:
     """Statistics of one layer's sample, and its number of elements."""
     layout = LAYOUTS[geometry.dtype]
-    given = samples.layer(index)
-    for sample in given:
-        _check_shapes(sample.unit, _words((sample.keys, sample.values), layout))
-    found = [_words((sample.keys, sample.values), layout) for sample in _thin(given)]
+    found = []
+    for sample in _thin(samples.layer(index)):
+        words = _words((sample.keys, sample.values), layout)
+        _check_shapes(dataclasses.replace(sample.unit, tokens=words[0].shape[1]), words)
+        found.append(words)
     rows = np.empty((geometry.elements_per_token, sum(words[0].shape[1] for words in found)), dtype=layout.word)
     at = 0
     for words in found:
@@ -270,7 +271,7 @@ def _encode_inline(rows: np.ndarray, layout: Layout) -> list[bytes]:
     model = squeeze(b"".join([bytes([len(freqs)]), freqs.astype("<u2").tobytes(), escape.tobytes(), base.tobytes(),
                               kinds.tobytes()]))  # fmt: skip
     body, _ = symbols.encode(rows, Rows.of(base, kinds, layout), Tables(freqs, escape), layout)
-    return [bytes([INLINE]) + struct.pack("<I", len(model)) + model + body]
+    return [b"".join([bytes([INLINE]), struct.pack("<I", len(model)), model, *body])]
 
 
 def _read_model(reader: Reader, geometry: LayerGeometry, layout: Layout) -> tuple[Rows, Tables]:

@@ -50,7 +50,7 @@ class Reader:
             raise ValueError("payload has trailing bytes")
 
 
-def squeeze(data: bytes) -> bytes:
+def squeeze(data: bytes | memoryview) -> bytes:
     """One zstd frame that records its content size."""
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
 

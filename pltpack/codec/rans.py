@@ -149,11 +149,21 @@ def encode(symbols: np.ndarray, table_of_row: np.ndarray, freqs: np.ndarray) -> 
     ValueError
         If a symbol has frequency 0 in its table, or a row names no table.
     """
-    return encode_with(symbols, table_of_row, encode_tables(freqs))[0]
+    return b"".join(encode_with(symbols, table_of_row, encode_tables(freqs))[0])
 
 
-def encode_with(symbols: np.ndarray, table_of_row: np.ndarray, tables: np.ndarray) -> tuple[bytes, np.ndarray]:
-    """As `encode`, with look-up tables from `encode_tables`; gives also the marked rows, uint8 ``[R]``."""
+def encode_with(
+    symbols: np.ndarray, table_of_row: np.ndarray, tables: np.ndarray
+) -> tuple[tuple[memoryview, memoryview], np.ndarray]:
+    """As `encode`, with look-up tables from `encode_tables`.
+
+    Returns
+    -------
+    stream : (memoryview, memoryview)
+        The two parts of the stream, to be joined by the caller with what else there is.
+    marks : ndarray
+        The marked rows, uint8 ``[R]``.
+    """
     symbols = np.ascontiguousarray(symbols, dtype=np.uint8)
     if symbols.ndim != 2:
         raise ValueError("rANS needs a matrix of symbols")
@@ -164,8 +174,7 @@ def encode_with(symbols: np.ndarray, table_of_row: np.ndarray, tables: np.ndarra
     first = _ENCODE_ROWS(symbols, rows, tables, words, states, marks)
     if first < 0:
         raise ValueError("a symbol has frequency 0 in its rANS table")
-    stream = states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
-    return stream, marks
+    return (states.astype("<u4", copy=False).data, words[first:].astype("<u2", copy=False).data), marks
 
 
 def decode(stream: bytes | memoryview, table_of_row: np.ndarray, tables: np.ndarray, out: np.ndarray) -> None:

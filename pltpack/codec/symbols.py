@@ -11,13 +11,15 @@ from pltpack.codec import planes, rans
 from pltpack.codec.classes import Layout, Rows, Tables
 from pltpack.codec.payload import Reader, expand, squeeze
 
+Part = bytes | memoryview
+
 _STORED, _FRAME = 0, 1
 #: Bytes looked at to tell whether a plane is worth a try with zstd.
 _PROBE = 2048
 
 
-def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> tuple[bytes, bool]:
-    """The symbol body of words ``[R, N]``, and whether it looks as it does for data that the tables were made for."""
+def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> tuple[list[Part], bool]:
+    """The parts of the symbol body of words ``[R, N]``, and whether they look as the tables' own data do."""
     symbols = np.empty(rows.shape, dtype=np.uint8)
     far = np.empty(len(rows), dtype=np.uint8)
     to_symbols, collect = planes.split(layout.word_bits, layout.low)
@@ -26,21 +28,22 @@ def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> 
     marks |= far
     escapes = np.empty(int(np.count_nonzero(marks)) * rows.shape[1], dtype=np.uint16)
     count = collect(rows, channels.start, channels.table, tables.plain, symbols, marks, escapes)
-    parts = [struct.pack("<II", count, len(stream)), escapes[:count].astype("<u2").tobytes(), stream]
-    usual = 64 * count <= rows.size and 16 * len(stream) <= 15 * rows.size + 16 * rans.HEADER_BYTES
+    length = sum(part.nbytes for part in stream)
+    parts: list[Part] = [struct.pack("<II", count, length), escapes[:count].astype("<u2", copy=False).data, *stream]
+    usual = 64 * count <= rows.size and 16 * length <= 15 * rows.size + 16 * rans.HEADER_BYTES
     stored = squeezed = 0
     for shift, width in layout.planes:
         plane = np.empty(_shape(rows.shape, width), dtype=np.uint8)
         _kernels(shift, width)[0](rows, plane)
-        frame = squeeze(plane.tobytes()) if _structured(plane.reshape(-1)) else b""
+        frame = squeeze(plane.data) if _structured(plane.reshape(-1)) else b""
         if frame and len(frame) + 4 < plane.size:
             parts += [bytes([_FRAME]), struct.pack("<I", len(frame)), frame]
             stored, squeezed = stored + plane.size, squeezed + len(frame)
         else:
-            parts += [bytes([_STORED]), plane.tobytes()]
+            parts += [bytes([_STORED]), plane.data]
             stored, squeezed = stored + plane.size, squeezed + plane.size
     # Low bits that nearly vanish speak of constant or repeated data, whose symbols repeat as well.
-    return b"".join(parts), usual and 8 * squeezed >= stored
+    return parts, usual and 8 * squeezed >= stored
 
 
 def decode(reader: Reader, tokens: int, channels: Rows, tables: Tables, layout: Layout) -> np.ndarray:

@@ -76,7 +76,7 @@ class ContainerWriter:
         self.payload_bytes += len(payload)
         return offset
 
-    def commit(self, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> ContainerInfo:
+    def commit(self, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str], sync: bool = True) -> ContainerInfo:
         """Write tables and header, sync, and give the file its name.
 
         Parameters
@@ -84,6 +84,8 @@ class ContainerWriter:
         tables : mapping of str to ndarray
             Arrays of dtype uint8, int32, uint32 or uint64.
         metadata : mapping of str to str
+        sync : bool
+            If false, the file has its name at once but is not durable before `sync` has returned.
         """
         assert self._file is not None
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
@@ -112,13 +114,26 @@ class ContainerWriter:
             self._file.write(tail)
             self._file.seek(0)
             self._file.write(head)
-            durable.sync_file(self._file)
             size = self._file.seek(0, os.SEEK_END)
-            self._file.close()
-            self._file = None
-            durable.publish(self._temp, self.path)
+            if sync:
+                durable.sync_file(self._file)
+                self._file.close()
+                self._file = None
+                durable.publish(self._temp, self.path)
+            else:
+                self._file.flush()
+                os.replace(self._temp, self.path)
         head_digest = hashlib.sha256(head + tail).hexdigest()
         return ContainerInfo(size, head_digest, self._payload_hash.hexdigest(), self.payload_bytes)
+
+    def sync(self) -> None:
+        """Make a file durable that was committed without."""
+        assert self._file is not None
+        with durable.naming(self.path):
+            durable.sync_file(self._file)
+            self._file.close()
+            self._file = None
+            durable.sync_folder(self.path.parent)
 
     def abort(self) -> None:
         """Remove the temporary file; harmless after `commit`."""
