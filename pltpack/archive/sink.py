@@ -25,11 +25,12 @@ class Sink:
     """
 
     def __init__(self) -> None:
-        # Two threads, since to sync a file is mostly to wait.
-        self._appender = ThreadPoolExecutor(1, thread_name_prefix="pltpack-write")
+        # One thread each keeps the order. To sync a file is mostly to wait.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="pltpack-write")
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="pltpack-hash")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="pltpack-sync")
         self._containers: list[ContainerWriter] = []
-        self._waiting: collections.deque[tuple[int, Future[None]]] = collections.deque()
+        self._waiting: collections.deque[tuple[int, tuple[Future[None], Future[None]]]] = collections.deque()
         self._bytes = 0
         self._syncs: list[Future[None]] = []
 
@@ -39,7 +40,8 @@ class Sink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._appender.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True, cancel_futures=True)
+        self._hasher.shutdown(wait=True, cancel_futures=True)
         self._committer.shutdown(wait=True, cancel_futures=kind is not None)
         for container in self._containers:
             container.abort()
@@ -55,19 +57,17 @@ class Sink:
         size = sum(map(len, payloads))
         while self._waiting and (self._bytes + size > WAITING_BYTES or len(self._waiting) >= WAITING_APPENDS):
             self._settle()
-        self._waiting.append((size, self._appender.submit(_append, container, payloads)))
+        self._waiting.append((size, self._submit(container, payloads)))
         self._bytes += size
 
     def commit(
         self, container: ContainerWriter, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str]
     ) -> Future[ContainerInfo]:
         """Commit a container, to which nothing is appended any more; arguments as of `ContainerWriter.commit`."""
-        # One thread appends in order, so what is submitted now comes after all that was appended.
-        appended = self._appender.submit(_append, container, ())
-        before = [future for _, future in self._waiting]
+        before = [future for _, futures in self._waiting for future in futures]
 
         def finish() -> ContainerInfo:
-            for future in (*before, appended):
+            for future in before:
                 future.result()
             return container.commit(tables, metadata)
 
@@ -89,11 +89,18 @@ class Sink:
             future.result()
 
     def _settle(self) -> None:
-        size, future = self._waiting.popleft()
+        size, futures = self._waiting.popleft()
         self._bytes -= size
-        future.result()
+        for future in futures:
+            future.result()
 
+    def _submit(self, container: ContainerWriter, payloads: Sequence[bytes]) -> tuple[Future[None], Future[None]]:
+        def write() -> None:
+            for payload in payloads:
+                container.write(payload)
 
-def _append(container: ContainerWriter, payloads: Sequence[bytes]) -> None:
-    for payload in payloads:
-        container.append(payload)
+        def digest() -> None:
+            for payload in payloads:
+                container.digest(payload)
+
+        return self._writer.submit(write), self._hasher.submit(digest)

@@ -15,11 +15,10 @@ from typing import Any
 import ml_dtypes
 import numba
 import numpy as np
-from numba.core import types as _types
-from numba.extending import intrinsic
 
 from pltpack.codec import quantize, rans, rans_scalar, rans_simd, tokens
 from pltpack.codec.base import DecodeJob
+from pltpack.codec.compiled import address_of, head_stride, items_at
 from pltpack.codec.group_decode import HEADER, MEAN_UNIT, OWN_MEANS, Layer
 from pltpack.codec.rans_scalar import LANES, STATE_LOW
 from pltpack.codec.rope import Rotation
@@ -33,26 +32,6 @@ _PAYLOAD, _LENGTH, _TOKENS, _HEADS, _DIM, _MEANS, _VALUE_MEANS, _TURN, _TURNED, 
 _KEYS, _VALUES, _KEY_STRIDE, _VALUE_STRIDE, _COLUMNS = range(11, 16)
 # What `_parse` finds: offsets in the payload, then counts.
 _OWN, _LOW, _REST, _STREAM, _CODED, _EXACT_COUNT, _KEY_LOW, _VALUE_LOW, _ESCAPES, _PLACES = range(10)
-
-
-# Partly annotated, depending on the version of numba.
-types: Any = _types
-
-
-@intrinsic
-def _pointer(typing: Any, address: Any, like: Any) -> Any:
-    """An address as a pointer to items of the type of `like`."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like)(types.int64, like), emit
-
-
-@numba.njit(nogil=True, cache=True, inline="always")
-def _at(address: int, like: Any, count: int) -> Any:
-    """The array of `count` items at an address."""
-    return numba.carray(_pointer(address, like), (count,))
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -131,14 +110,14 @@ def _scratch(units: Any) -> Any:
 @numba.njit(nogil=True, cache=True)
 def _words(unit: Any, places: Any) -> Any:
     """The words of a unit's rANS stream."""
-    return _at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH])[places[_STREAM] + _RANS_HEADER :]
+    return items_at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH])[places[_STREAM] + _RANS_HEADER :]
 
 
 @numba.njit(nogil=True, cache=True)
 def _begin(unit: Any, scratch: Any) -> tuple[int, int]:
     """Prepare a unit's rANS stream: number of its rows, -1 if damaged, and the first word that `tail` holds."""
     classes, codes, bases, kinds, places, states, tail = scratch[:7]
-    data, heads, half = _at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH]), unit[_HEADS], unit[_DIM] // 2
+    data, heads, half = items_at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH]), unit[_HEADS], unit[_DIM] // 2
     if not _parse(data, heads, 2 * half, classes[: unit[_TOKENS]], codes[: 2 * heads], bases[: 2 * heads], kinds,
                   places):  # fmt: skip
         return -1, 0
@@ -162,7 +141,7 @@ def _finish(unit: Any, scratch: Any, used: int, shrink: Any) -> bool:
     stream_words = (unit[_LENGTH] - places[_STREAM] - _RANS_HEADER) // 2
     if used != stream_words or (states != np.uint32(STATE_LOW)).any():
         return False
-    data = _at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH])
+    data = items_at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH])
     heads, dim, count = unit[_HEADS], unit[_DIM], unit[_TOKENS]
     classes, codes, bases = classes[:count], codes[: 2 * heads], bases[: 2 * heads]
     size, shape = heads * dim, (heads, 1, dim)
@@ -170,17 +149,17 @@ def _finish(unit: Any, scratch: Any, used: int, shrink: Any) -> bool:
         _own_means(data, places[_OWN], codes, dim, means)
         key_means, value_means = means[:size].reshape(shape), means[size : 2 * size].reshape(shape)
     else:
-        key_means = _at(unit[_MEANS], np.float32(0), size).reshape(shape)
-        value_means = _at(unit[_VALUE_MEANS], np.float32(0), size).reshape(shape)
+        key_means = items_at(unit[_MEANS], np.float32(0), size).reshape(shape)
+        value_means = items_at(unit[_VALUE_MEANS], np.float32(0), size).reshape(shape)
     given = (places[_LOW] - places[_ESCAPES]) // 2
     for i in range(given):
         escapes[i] = _i16(data, places[_ESCAPES] + 2 * i)
     turned = unit[_TURNED]
-    cos = _at(unit[_COS], np.float32(0), count * turned).reshape((count, turned))
-    sin = _at(unit[_SIN], np.float32(0), count * turned).reshape((count, turned))
+    cos = items_at(unit[_COS], np.float32(0), count * turned).reshape((count, turned))
+    sin = items_at(unit[_SIN], np.float32(0), count * turned).reshape((count, turned))
     # The arrays cover whole strides: only the first `count` tokens of a head are sure to be there.
-    keys = _at(unit[_KEYS], np.uint16(0), heads * unit[_KEY_STRIDE])
-    values = _at(unit[_VALUES], np.uint16(0), heads * unit[_VALUE_STRIDE])
+    keys = items_at(unit[_KEYS], np.uint16(0), heads * unit[_KEY_STRIDE])
+    values = items_at(unit[_VALUES], np.uint16(0), heads * unit[_VALUE_STRIDE])
     key_words = keys.reshape((heads, unit[_KEY_STRIDE] // dim, dim))[:, :count]
     value_words = values.reshape((heads, unit[_VALUE_STRIDE] // dim, dim))[:, :count]
     none = np.empty((0, 0, 0), dtype=np.float32)
@@ -282,13 +261,22 @@ class Batch:
             return None
         heads, dim = fixed[:2]
         shape = heads, unit.tokens, dim
-        strides = _stride(keys, shape), _stride(values, shape)
-        if not all(strides):
+        strides = head_stride(keys, shape, _BFLOAT), head_stride(values, shape, _BFLOAT)
+        if not all(strides) or not (keys.flags.writeable and values.flags.writeable):
             return None
         data = np.frombuffer(payload, np.uint8)
         turn = self._turn(self._layers[unit.layer].rotation, unit.position, unit.tokens)
         held += [data, turn]
-        return (_address(data), data.size, unit.tokens, *fixed, *turn[0], _address(keys), _address(values), *strides)
+        return (
+            address_of(data),
+            data.size,
+            unit.tokens,
+            *fixed,
+            *turn[0],
+            address_of(keys),
+            address_of(values),
+            *strides,
+        )
 
 
 def _fixed(layer: Layer) -> tuple[int, int, int, int] | None:
@@ -296,27 +284,12 @@ def _fixed(layer: Layer) -> tuple[int, int, int, int] | None:
     g = layer.geometry
     if g.dtype != "BF16" or g.k_dim != g.v_dim or g.k_dim % 2:
         return None
-    return g.heads, g.k_dim, _address(layer.means[0]), _address(layer.means[1])
+    return g.heads, g.k_dim, address_of(layer.means[0]), address_of(layer.means[1])
 
 
 def _turn(rotation: Rotation | None, position: int, count: int) -> tuple[tuple[int, int, int, int], object]:
     """The columns of a unit's rotation, and the arrays that they have addresses of."""
     if rotation is None:
-        return (0, 0, _address(_NO_TURN), _address(_NO_TURN)), _NO_TURN
+        return (0, 0, address_of(_NO_TURN), address_of(_NO_TURN)), _NO_TURN
     cos, sin = rotation.tables(position, count)
-    return (2 if rotation.interleaved else 1, cos.shape[1], _address(cos), _address(sin)), (cos, sin)
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _stride(array: np.ndarray, shape: tuple[int, int, int]) -> int:
-    """Words from head to head of a bfloat16 array with contiguous tokens; 0 for any other array."""
-    heads, count, dim = shape
-    size = count * dim
-    if array.shape != shape or array.dtype != _BFLOAT or not array.flags.writeable or not size:
-        return 0
-    first, *rest = array.strides
-    stride = first // 2 if heads > 1 else size
-    return stride if rest == [2 * dim, 2] and stride % dim == 0 and stride >= size else 0
+    return (2 if rotation.interleaved else 1, cos.shape[1], address_of(cos), address_of(sin)), (cos, sin)

@@ -61,8 +61,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from pltpack.codec import classes, delta, symbols
-from pltpack.codec.base import Codec, KeyValue, LayerSample, Samples, State, Unit
+from pltpack.codec import classes, delta, lossless_batch, symbols
+from pltpack.codec.base import Codec, EncodeJob, KeyValue, LayerSample, Samples, State, Unit
 from pltpack.codec.classes import LAYOUTS, Layout, Rows, Tables, Windowed
 from pltpack.codec.delta import Words
 from pltpack.codec.payload import Reader, declared_size, expand, squeeze
@@ -94,6 +94,7 @@ class LosslessCodec(Codec):
     def __init__(self) -> None:
         self._tables: Tables | None = None
         self._rows: list[Rows] = []
+        self._batch: lossless_batch.Batch | None = None
 
     def learn(self, samples: Samples, identity: Identity) -> dict[str, np.ndarray]:
         """See `Codec.learn`: windows and classes of all channels, and up to 64 tables."""
@@ -117,9 +118,20 @@ class LosslessCodec(Codec):
         self._rows = [Rows.of(b, k, LAYOUTS[layer.dtype]) for b, k, layer in zip(
             np.split(base, ends), np.split(kinds, ends), identity.layers, strict=True)] if channels else []  # fmt: skip
         self._tables = tables if len(tables) else None
+        self._batch = None
+        if self._tables is not None:
+            self._batch = lossless_batch.Batch(identity.layers, self._rows, self._tables, symbols.PROBE)
 
     def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
         """See `Codec.encode`."""
+        return self.encode_many([EncodeJob(unit, keys, values, reference)])[0]
+
+    def encode_many(self, jobs: Sequence[EncodeJob]) -> list[bytes]:
+        """See `Codec.encode_many`."""
+        found = [None] * len(jobs) if self._batch is None else self._batch.encode(jobs)
+        return [self._encode(*job) if payload is None else payload for job, payload in zip(jobs, found, strict=True)]
+
+    def _encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None) -> bytes:
         layout = LAYOUTS[unit.geometry.dtype]
         words = _words((keys, values), layout)
         _check_shapes(unit, words)

@@ -40,7 +40,7 @@ def _from_rows(rows: Any, words: Any) -> None:
 
 
 @functools.cache
-def _by_four(word_bits: int) -> tuple[Any, Any]:
+def by_four(word_bits: int) -> tuple[Any, Any]:
     """Both transposes for words of 8 or 16 bits, four of them taken as one: a quarter of the items to move."""
     one, two, three = (np.uint64(i * word_bits) for i in (1, 2, 3))
 
@@ -84,7 +84,7 @@ def to_rows(words: np.ndarray, rows: np.ndarray) -> None:
     if packed is None:
         _to_rows(words, rows)
     else:
-        _by_four(8 * words.itemsize)[0](packed, rows)
+        by_four(8 * words.itemsize)[0](packed, rows)
 
 
 def from_rows(rows: np.ndarray, words: np.ndarray) -> None:
@@ -93,7 +93,7 @@ def from_rows(rows: np.ndarray, words: np.ndarray) -> None:
     if packed is None:
         _from_rows(rows, words)
     else:
-        _by_four(8 * words.itemsize)[1](rows, packed)
+        by_four(8 * words.itemsize)[1](rows, packed)
 
 
 @numba.njit(nogil=True, cache=True)

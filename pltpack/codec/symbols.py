@@ -15,7 +15,7 @@ Part = bytes | memoryview
 
 _STORED, _FRAME = 0, 1
 #: Bytes looked at to tell whether a plane is worth a try with zstd.
-_PROBE = 2048
+PROBE = 2048
 
 
 def encode(rows: np.ndarray, channels: Rows, tables: Tables, layout: Layout) -> tuple[list[Part], bool]:
@@ -82,7 +82,7 @@ def _read_plane(reader: Reader, shape: tuple[int, int]) -> np.ndarray:
 
 def _structured(plane: np.ndarray) -> bool:
     """Whether bytes sampled from a plane repeat clearly more often than random ones."""
-    size, pairs = planes.equal_pairs(plane, max(1, plane.size // _PROBE))
+    size, pairs = planes.equal_pairs(plane, max(1, plane.size // PROBE))
     return bool(256 * pairs > (5 * size * (size - 1)) // 4)
 
 

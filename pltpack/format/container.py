@@ -68,13 +68,21 @@ class ContainerWriter:
 
     def append(self, payload: bytes | memoryview) -> int:
         """Add payload bytes; returns their offset in the payload."""
-        assert self._file is not None
         offset = self.payload_bytes
+        self.write(payload)
+        self.digest(payload)
+        return offset
+
+    def write(self, payload: bytes | memoryview) -> None:
+        """The one half of `append`; another thread may be at the other."""
+        assert self._file is not None
         with durable.naming(self.path):
             self._file.write(payload)
-        self._payload_hash.update(payload)
         self.payload_bytes += len(payload)
-        return offset
+
+    def digest(self, payload: bytes | memoryview) -> None:
+        """The other half of `append`."""
+        self._payload_hash.update(payload)
 
     def commit(self, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str], sync: bool = True) -> ContainerInfo:
         """Write tables and header, sync, and give the file its name.
