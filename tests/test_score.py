@@ -204,7 +204,7 @@ def structured(seed: int, tokens: int = 96) -> Snapshot:
 
 @pytest.fixture(scope="module")
 def basis() -> Basis:
-    return Basis(structured(seed) for seed in range(1, 5))
+    return Basis((structured(seed) for seed in range(1, 5)), finest=0.02)
 
 
 class TestPca:
@@ -263,6 +263,10 @@ class TestPca:
             Basis([])
         with pytest.raises(UnsupportedError, match="too few"):
             Basis([snapshot(tokens=4)])
+
+    def test_steps_finer_than_the_basis_are_refused(self, basis: Basis) -> None:
+        with pytest.raises(ValueError, match=r"0\.01"):
+            Pca(basis, 0.01)
 
 
 class TestAgreement:

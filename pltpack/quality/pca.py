@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pltpack.quality.model import Model
 
 #: Step sizes in units of a normalized value's standard deviation.
-STEPS = (0.2, 0.35, 0.5, 0.7, 1.0)
+STEPS = (0.35, 0.5, 0.7, 1.0, 1.4)
 #: Tokens of calibration text, and how many of them the model reads at once.
 CALIBRATION_TOKENS, WINDOW = 40 * 1024, 1024
 #: Components of a smaller standard deviation than this part of the step practically never leave zero.
@@ -64,6 +64,8 @@ class Basis:
     ----------
     calibration : iterable of Snapshot
         At least two tokens after the first `SINK_TOKENS` of each.
+    finest : float
+        The smallest step that will be asked for: components that never leave zero at it are forgotten.
 
     Raises
     ------
@@ -71,7 +73,7 @@ class Basis:
         If there is nothing to learn from, or the cache is wider than `MAX_WIDTH`.
     """
 
-    def __init__(self, calibration: Iterable[Snapshot]) -> None:
+    def __init__(self, calibration: Iterable[Snapshot], finest: float = min(STEPS)) -> None:
         rows: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         dims: tuple[list[int], list[int]] = ([], [])
         for snapshot in calibration:
@@ -80,7 +82,8 @@ class Basis:
                 side.append(found[SINK_TOKENS:])
         if sum(len(part) for part in rows[0]) < 2:
             raise UnsupportedError("too few calibration tokens for a PCA")
-        self.sides = tuple(_learn(part, widths) for part, widths in zip(rows, dims, strict=True))
+        self.finest = finest
+        self.sides = tuple(_learn(part, widths, finest) for part, widths in zip(rows, dims, strict=True))
         self._last: tuple[Snapshot, list[np.ndarray]] | None = None
 
     def coefficients(self, snapshot: Snapshot) -> list[np.ndarray]:
@@ -99,11 +102,18 @@ class Pca:
     basis : Basis
     step : float
         In standard deviations of a normalized value.
+
+    Raises
+    ------
+    ValueError
+        If the basis was made for coarser steps only.
     """
 
     family = "PCA"
 
     def __init__(self, basis: Basis, step: float) -> None:
+        if step < basis.finest:
+            raise ValueError(f"a basis for steps from {basis.finest:g} has no components for steps of {step:g}")
         self.name = f"PCA step {step:g}"
         self._basis, self._step = basis, step
         self._kept = [max(1, int((side.deviation >= _QUIET * step).sum())) for side in basis.sides]
@@ -228,7 +238,7 @@ def _levels(coefficients: np.ndarray, step: float) -> np.ndarray:
     return np.rint(coefficients / np.float32(step))
 
 
-def _learn(parts: list[np.ndarray], widths: Sequence[int]) -> _Side:
+def _learn(parts: list[np.ndarray], widths: Sequence[int], finest: float) -> _Side:
     """Mean, scale and basis of rows ``[tokens, width]``; `widths` are the runs of columns that share a scale."""
     import torch
 
@@ -253,7 +263,7 @@ def _learn(parts: list[np.ndarray], widths: Sequence[int]) -> _Side:
         power, basis = torch.linalg.eigh(x.T @ x)
     basis = basis.flip(1).contiguous()
     deviation = (power.flip(0).clamp_min(0) / count).sqrt().numpy()
-    useful = max(1, int((deviation >= _QUIET * min(STEPS)).sum()))
+    useful = max(1, int((deviation >= _QUIET * finest).sum()))
     basis = basis[:, :useful].contiguous()
     return _Side(mean, scale, basis.numpy(), deviation[:useful], (x[:: 1 + count // _SAMPLE] @ basis).numpy())
 

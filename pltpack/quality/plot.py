@@ -16,7 +16,7 @@ LABELS = {
     "transform": "transform",
     "group": "q tiers",
     "turboquant": "",
-    "PCA": "PCA, variance-normalized",
+    "PCA": "PCA",
     "KIVI": "KIVI",
     "fp8 e4m3": "",
     "lossless": "",
