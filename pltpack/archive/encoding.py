@@ -134,19 +134,22 @@ class UnitWriter:
 
     def write(self, jobs: Iterable[UnitJob], progress: Callable[[int], None]) -> None:
         """Encode and append all jobs; `progress` is told the raw bytes done."""
-        for group in in_order(self._encode, _groups(jobs), self._pool):
-            kept = [encoded for encoded in group if encoded.payload or encoded.record]
-            self._sink.append(self._container, [encoded.payload for encoded in kept])
-            for encoded in kept:
-                self._records.append((self._offset, len(encoded.payload), *encoded.record, encoded.error))
-                self._offset += len(encoded.payload)
-            progress(sum(encoded.raw_bytes for encoded in group))
+        write_all([(self, jobs)], self._pool, progress)
+
+    def append(self, group: Sequence[Encoded]) -> None:
+        """Append what `encode` gave."""
+        kept = [encoded for encoded in group if encoded.payload or encoded.record]
+        self._sink.append(self._container, [encoded.payload for encoded in kept])
+        for encoded in kept:
+            self._records.append((self._offset, len(encoded.payload), *encoded.record, encoded.error))
+            self._offset += len(encoded.payload)
 
     def table(self) -> np.ndarray:
         """The unit index so far."""
         return tables.as_bytes(np.array(self._records, tables.UNIT))
 
-    def _encode(self, group: Sequence[UnitJob]) -> list[Encoded]:
+    def encode(self, group: Sequence[UnitJob]) -> list[Encoded]:
+        """Encode jobs, in any thread."""
         work = [_load(job) for job in group]
         payloads = iter(self._codec.encode_many([job for job in work if job is not None]))
         return [self._encoded(job, given, None if given is None else next(payloads))
@@ -164,6 +167,43 @@ class UnitWriter:
         record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, given.unit.tokens,
                   job.layer, 1, self._state, flags, job.node)  # fmt: skip
         return Encoded(payload, record, min(error, 3e38), job.raw_bytes)
+
+
+def write_all(
+    streams: Iterable[tuple[UnitWriter, Iterable[UnitJob]]],
+    pool: ThreadPoolExecutor,
+    progress: Callable[[int], None],
+    done: Callable[[UnitWriter], None] | None = None,
+) -> None:
+    """Encode and append the jobs of several containers, one after the other without a pause between them.
+
+    Parameters
+    ----------
+    streams : iterable of (UnitWriter, iterable of UnitJob)
+        Taken a little ahead of the encoding.
+    pool : ThreadPoolExecutor
+    progress : callable
+        Told the raw bytes done.
+    done : callable, optional
+        Told of each writer whose jobs are all appended.
+    """
+
+    def tasks() -> Iterator[tuple[UnitWriter, list[UnitJob] | None]]:
+        for writer, jobs in streams:
+            for group in _groups(jobs):
+                yield writer, group
+            yield writer, None
+
+    def work(task: tuple[UnitWriter, list[UnitJob] | None]) -> tuple[UnitWriter, list[Encoded] | None]:
+        writer, group = task
+        return writer, None if group is None else writer.encode(group)
+
+    for writer, group in in_order(work, tasks(), pool):
+        if group is not None:
+            writer.append(group)
+            progress(sum(encoded.raw_bytes for encoded in group))
+        elif done is not None:
+            done(writer)
 
 
 def _groups(jobs: Iterable[UnitJob]) -> Iterator[list[UnitJob]]:

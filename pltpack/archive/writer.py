@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from pltpack.archive.draft import Draft
-from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitWriter, split
+from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, split, write_all
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.segments import Library, dumps_json
@@ -126,13 +126,24 @@ class GenerationWriter:
             new_entry, place = self._write_library(sharing.nodes, ranges, place, tier, identity, pool)
         assert place is not None
         owners = [node.owner for node in sharing.nodes]
-        written = []
-        for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
-            mine = [dataclasses.replace(r, library=r.library or self._opened) for r in runs]
-            written.append(self._write_shard(snapshot, mine, owners, place, identity, pool))
+        written: dict[UnitWriter, Callable[[], Future[ContainerInfo]]] = {}
+        places: list[Path] = []
+        infos: list[Future[ContainerInfo]] = []
+
+        def shards() -> Iterator[tuple[UnitWriter, Iterable[UnitJob]]]:
+            for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
+                mine = [dataclasses.replace(r, library=r.library or self._opened) for r in runs]
+                path, writer, jobs, commit = self._shard(snapshot, mine, owners, place, identity, pool)
+                places.append(path)
+                written[writer] = commit
+                yield writer, jobs
+
+        write_all(shards(), pool, self._advance, lambda writer: infos.append(written.pop(writer)()))
+        # In the order of writing, so that the first error is the one that is told.
+        self._sink.finish()
         entries = [
             session_entry(path, info.result(), snapshot.session, len(snapshot), snapshot.identity.salt)
-            for snapshot, (path, info) in zip(snapshots, written, strict=True)
+            for snapshot, path, info in zip(snapshots, places, infos, strict=True)
         ]
         old = self._archive.manifest if self._archive else None
         manifest = Manifest(
@@ -144,7 +155,6 @@ class GenerationWriter:
             libraries=(*(old.libraries if old else ()), *([new_entry] if new_entry else ())),
             sessions=(*(old.sessions if old else ()), *entries),
         )
-        self._sink.finish()
         manifest.commit(self._folder)
         return manifest
 
@@ -245,7 +255,7 @@ class GenerationWriter:
         self._libraries.append(self._opened)
         return entry, place or _CodecPlace(codec, self._opened, 0)
 
-    def _write_shard(
+    def _shard(
         self,
         snapshot: Snapshot,
         runs: list[Run],
@@ -253,7 +263,8 @@ class GenerationWriter:
         place: _CodecPlace,
         identity: Identity,
         pool: ThreadPoolExecutor,
-    ) -> tuple[Path, Future[ContainerInfo]]:
+    ) -> tuple[Path, UnitWriter, Iterable[UnitJob], Callable[[], Future[ContainerInfo]]]:
+        """A new session's shard: its path, its open writer, the jobs for it, and what commits it after them."""
         library = place.library or self._opened
         assert library is not None
         path = shard_path(self._folder, snapshot.session, self._paths)
@@ -272,17 +283,17 @@ class GenerationWriter:
             metadata["salt"] = snapshot.identity.salt
         container = self._sink.open(path, header_reserve(metadata))
         writer = UnitWriter(container, self._sink, place.codec, 0, pool)
-        writer.write(draft.jobs(self._settings.block, corrections=place.codec.exact), self._advance)
-        info = self._sink.commit(
-            container,
-            {
+        jobs = draft.jobs(self._settings.block, corrections=place.codec.exact)
+
+        def commit() -> Future[ContainerInfo]:
+            found = {
                 "tokens": np.ascontiguousarray(snapshot.tokens, np.int32),
                 "map": tables.as_bytes(run_records(draft.runs, used)),
                 "unit.index": writer.table(),
-            },
-            metadata,
-        )
-        return path, info
+            }
+            return self._sink.commit(container, found, metadata)
+
+        return path, writer, jobs, commit
 
 
 def next_library(folder: Path, libraries: Iterable[Library]) -> Path:
