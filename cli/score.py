@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pltpack_cli.options import FORMAT, PATH, json_option, no_dedup_option
-from pltpack_cli.output import plain, print_json
+from pltpack_cli.output import count, plain, print_json
 from pltpack_cli.progress import progress_bars
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def print_scores(scores: Sequence[Score]) -> None:
     console = Console(width=max(Console().width, 120))
     console.print(table)
     first = scores[0].total()
-    console.print(f"{first['sessions']} sessions; perplexity over the original caches {first['ppl']:.3f}",
+    console.print(f"{count(first['sessions'], 'session')}; perplexity over the original caches {first['ppl']:.3f}",
                   highlight=False)  # fmt: skip
 
 
