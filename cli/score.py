@@ -84,7 +84,7 @@ def score(
             candidates += _baselines(model, texts)
         scores = run(model.network, snapshots, probes, candidates, progress)
     for path in plots:
-        plot(scores, path, f"{len(snapshots)} sessions, {sum(map(len, snapshots)):,} tokens")
+        plot(scores, path, f"{count(len(snapshots), 'session')}, {count(sum(map(len, snapshots)), 'token')}")
     if as_json:
         print_json({
             "model": folder, "sessions": [s.session for s in snapshots], "tail": tail, "plots": list(plots),
