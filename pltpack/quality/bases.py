@@ -1,0 +1,74 @@
+"""Bases of whitened rows: one shared by the layers of a group, and each layer's own for what is left; quantized.
+
+An entry of component i costs an error of its coefficient, σᵢ at a time, in each row: steps in proportion to 1/σᵢ spread
+the errors evenly, and few levels are enough where a component is weak. A profile's arrays are compressed, so small
+integers are cheap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+#: Steps of the entries over 1/σ, in whitened units (mean variance of keys: 1).
+SHARED_STEP = 2e-3
+LOCAL_STEP = 4e-3
+#: Coarsest step of a component's entries in parts of their root mean square.
+COARSEST = 0.5
+_ITERATIONS = 2
+
+
+def top_components(covariance: np.ndarray, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Largest eigenvalues, float32 ``[count]`` falling, and eigenvectors, ``[rows, count]``, nearly (Halko, Martinsson
+    & Tropp, arXiv 0909.4061: subspace iteration from a random start)."""
+    rows = len(covariance)
+    if count > rows // 3:
+        values, vectors = np.linalg.eigh(covariance)
+        return values[::-1][:count].copy(), np.ascontiguousarray(vectors[:, ::-1][:, :count])
+    basis = np.random.default_rng(seed).standard_normal((rows, count), np.float32)
+    for _ in range(_ITERATIONS):
+        basis, _ = np.linalg.qr(covariance @ basis)
+    small = basis.T @ (covariance @ basis)
+    values, vectors = np.linalg.eigh((small + small.T) / 2)
+    return values[::-1].copy(), basis @ vectors[:, ::-1]
+
+
+def residual_components(block: np.ndarray, shared: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All eigenvalues and eigenvectors (columns) of a layer's covariance without what the shared basis explains.
+
+    Parameters
+    ----------
+    block : ndarray
+        Covariance of the layer's whitened rows ``[R, R]``.
+    shared : ndarray
+        The layer's rows of the shared eigenvectors, ``[R, k]``.
+    values : ndarray
+        Their eigenvalues.
+    """
+    left = block - (shared * values) @ shared.T
+    found, vectors = np.linalg.eigh((left + left.T) / 2)
+    return np.maximum(found[::-1], 0), vectors[:, ::-1]
+
+
+def quantize(components: np.ndarray, deviation: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize a basis.
+
+    Parameters
+    ----------
+    components : ndarray
+        float32 ``[components, rows]``.
+    deviation : ndarray
+        σ of each component's coefficients.
+    step : float
+        Step of the entries where σ is 1; at least what the largest entry of a component needs to fit int8.
+
+    Returns
+    -------
+    (ndarray, ndarray)
+        int8 entries, and the float32 scale of each component.
+    """
+    largest = np.abs(components).max(axis=1)
+    typical = np.sqrt(np.einsum("ij,ij->i", components, components) / components.shape[1])
+    wanted = np.minimum(step / np.maximum(deviation, 1e-6), COARSEST * typical)
+    scale = np.maximum(np.maximum(wanted, largest / 127), 1e-12).astype(np.float32)
+    entries = np.clip(np.rint(components / scale[:, None]), -127, 127).astype(np.int8)
+    return entries, scale

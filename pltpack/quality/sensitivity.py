@@ -1,0 +1,102 @@
+"""What the model feels of an error, per layer and head: F = E[g gᵀ] over tokens of equal say, its root and inverse root.
+
+Some tokens' gradients are a thousand times as large as others'. In a plain mean a few of them would decide; here each
+token's gᵀF⁻¹g enters with the power `EQUALITY`, and F is the fixed point of that (in the manner of Tyler's estimator,
+Annals of Statistics 15, 1987).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from pltpack.quality.gradients import RIDGE
+from pltpack.quality.rows import Blocks
+
+#: Tokens are weighted by their energy to the minus this: 0 is the plain mean, 1 counts all alike.
+EQUALITY = 0.5
+_ITERATIONS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """F of all blocks.
+
+    Attributes
+    ----------
+    roots, inverse_roots : list of ndarray
+        Symmetric ``(F + ridge)^½`` and ``(F + ridge)^-½``, float64 ``[width, width]`` per block.
+    energy : list of ndarray
+        gᵀF⁻¹g of each token, summed over blocks, one float64 array per window.
+    """
+
+    roots: list[np.ndarray]
+    inverse_roots: list[np.ndarray]
+    energy: list[np.ndarray]
+
+
+def measure(gradients: Callable[[], Iterator[np.ndarray]], blocks: Blocks) -> Sensitivity:
+    """Measure F.
+
+    Parameters
+    ----------
+    gradients : callable
+        Gives, each time it is called, the windows' gradients anew: float32 ``[T, rows]``, sinks left out.
+    blocks : Blocks
+    """
+    energy: list[np.ndarray] | None = None
+    for _ in range(1 + _ITERATIONS):
+        fisher = _mean(gradients(), blocks, energy)
+        roots, inverse = _roots(fisher)
+        energy = [_energy(window, blocks, inverse) for window in gradients()]
+    assert energy is not None
+    return Sensitivity(roots, inverse, energy)
+
+
+def by_variance(covariances: Sequence[np.ndarray], blocks: Blocks) -> list[np.ndarray]:
+    """Roots where no gradients are known: each layer's keys, and its values, are divided by their deviation."""
+    roots = []
+    at = 0
+    for layer in blocks.layers:
+        for width in (layer.k_dim, layer.v_dim):
+            found = covariances[at : at + layer.heads]
+            variance = float(np.mean([np.trace(c) for c in found])) / width
+            scale = 1 / np.sqrt(variance) if variance > 0 else 1.0
+            roots += [np.eye(width) * scale] * layer.heads
+            at += layer.heads
+    return roots
+
+
+def _mean(windows: Iterator[np.ndarray], blocks: Blocks, energy: list[np.ndarray] | None) -> list[np.ndarray]:
+    sums = [np.zeros((width, width)) for width in blocks.widths]
+    count = 0
+    for index, window in enumerate(windows):
+        if energy is not None:
+            weight = (blocks.rows / np.maximum(energy[index], 1e-30)) ** (EQUALITY / 2)
+            window = window * weight[:, None].astype(np.float32)
+        for first, parts in blocks.split(window):
+            for block, product in enumerate(parts.transpose(0, 2, 1) @ parts, first):
+                sums[block] += product
+        count += len(window)
+    return [total / max(count, 1) for total in sums]
+
+
+def _roots(fisher: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Roots and inverse roots; a block that nothing depends on gets the least trace of all others."""
+    means = [float(np.trace(f)) / len(f) for f in fisher]
+    least = min((mean for mean in means if mean > 0), default=1.0)
+    roots, inverse = [], []
+    for matrix, mean in zip(fisher, means, strict=True):
+        values, vectors = np.linalg.eigh(matrix)
+        values = np.sqrt(np.maximum(values, 0) + RIDGE * max(mean, 1e-6 * least))
+        roots.append((vectors * values) @ vectors.T)
+        inverse.append((vectors / values) @ vectors.T)
+    return roots, inverse
+
+
+def _energy(window: np.ndarray, blocks: Blocks, inverse: Sequence[np.ndarray]) -> np.ndarray:
+    whitened = blocks.multiply(window, inverse)
+    found: np.ndarray = np.einsum("tr,tr->t", whitened, whitened, dtype=np.float64)
+    return found
