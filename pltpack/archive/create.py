@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -11,17 +12,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pltpack.archive import profiles
 from pltpack.archive.encoding import Progress
 from pltpack.archive.reader import Archive
-from pltpack.archive.writer import GenerationWriter, Settings
+from pltpack.archive.writer import GenerationWriter, Settings, Target
+import numpy as np
+
 from pltpack.dumps import open_dumps
-from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError
+from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest
-from pltpack.snapshot import Snapshot
+from pltpack.snapshot import Identity, Snapshot
 
-#: Tier without a profile.
+#: Tier without a profile, and with one.
 DEFAULT_QUALITY = "q4"
+DEFAULT_CALIBRATED = "balanced"
 
 # A folder gets its lock within milliseconds of being made.
 _MAKING_SECONDS = 3600
@@ -42,6 +47,9 @@ def compress(
     block: int = 32,
     format: str | None = None,
     tokens: PathLike | None = None,
+    profile: PathLike | None = None,
+    external_profile: PathLike | None = None,
+    target: Target | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive, which appears whole or not at all.
@@ -53,7 +61,7 @@ def compress(
     out : path-like
         Archive folder to make; must not exist, or be an empty folder.
     quality : str, optional
-        Tier, ``q4`` by default; see `pltpack.codec.registry.TIERS`.
+        Tier, ``balanced`` by default with a profile and ``q4`` without; see `pltpack.codec.registry.TIERS`.
     dedup : bool
         Store shared prefixes once.
     block : int
@@ -62,6 +70,12 @@ def compress(
         Dump format, instead of sniffing it.
     tokens : path-like, optional
         JSON file of token ids for dumps that hold none.
+    profile : path-like, optional
+        A profile of the model, from calibration: it goes into the archive.
+    external_profile : path-like, optional
+        The same, but the archive refers to it by its digest, and needs it to be read.
+    target : Target, optional
+        Instead of a tier's own promise, with a profile: a KL divergence, bits per element, or bytes.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
@@ -77,13 +91,17 @@ def compress(
     ConflictError
         If `out` exists.
     """
-    settings = Settings(quality or DEFAULT_QUALITY, dedup, block)
+    arrays, of = _profile(profile, external_profile)
+    chosen = quality or (DEFAULT_QUALITY if arrays is None else DEFAULT_CALIBRATED)
+    settings = Settings(chosen, dedup, block, arrays, external_profile is not None, target or Target())
     settings.check()
-    target = new_target(out)
+    place = new_target(out)
     snapshots = _snapshots(dumps, format, tokens)
-    with new_archive(target) as folder:
+    if of is not None:
+        of.require_same(dataclasses.replace(snapshots[0].identity, salt=None), snapshots[0].origin)
+    with new_archive(place) as folder:
         GenerationWriter(folder, None, settings, progress or quiet).add(snapshots)
-    with Archive(target) as archive:
+    with Archive(place, profile=external_profile) as archive:
         return archive.stats()
 
 
@@ -95,6 +113,8 @@ def append(
     dedup: bool | None = None,
     format: str | None = None,
     tokens: PathLike | None = None,
+    profile: PathLike | None = None,
+    target: Target | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Add sessions to an archive as a new generation; the old one stays readable until the new one is committed.
@@ -109,10 +129,21 @@ def append(
     folder = Path(archive)
     with open_for_writing(folder) as current:
         manifest = current.manifest
-        settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block)
+        arrays, _ = _profile(profile, None)
+        settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
+                            arrays, target=target or Target())  # fmt: skip
         GenerationWriter(folder, current, settings, progress or quiet).add(_snapshots(dumps, format, tokens))
     with Archive(folder) as updated:
         return updated.stats()
+
+
+def _profile(
+    embedded: PathLike | None, external: PathLike | None
+) -> tuple[dict[str, np.ndarray] | None, Identity | None]:
+    if embedded is not None and external is not None:
+        raise UnsupportedError("a profile is either embedded or external")
+    path = embedded if embedded is not None else external
+    return (None, None) if path is None else profiles.load(path)
 
 
 def _snapshots(dumps: Sequence[PathLike | Snapshot], format: str | None, tokens: PathLike | None) -> list[Snapshot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -56,18 +57,19 @@ def decode_layers(
         _Target(shard, layer, start, stop, arrays)
         for layer, arrays in zip(layers, [None] * len(layers) if out is None else out, strict=True)
     ]
-    batch = Batch()
+    batch, spans = Batch(), Spans()
     corrections = []
     for target in targets:
         for segment, record, first, last in mapped_units(shard.runs, shard.libraries, target.layer, start, stop):
-            target.put(batch, segment, record, first, last)
+            spans.put(target, batch, segment, record, first, last)
         for record in own_units(shard, target.layer, start, stop):
             if record["flags"] & FLAG_REFERENCE:
                 corrections.append((target, record))
                 continue
             first = int(record["token_start"])
-            target.put(batch, shard, record, max(first, start), min(first + int(record["token_count"]), stop))
+            spans.put(target, batch, shard, record, max(first, start), min(first + int(record["token_count"]), stop))
     batch.run()
+    spans.run()
     for target, record in corrections:
         first = int(record["token_start"])
         last = first + int(record["token_count"])
@@ -100,6 +102,12 @@ class _Target:
             self._keys[:, into], self._values[:, into] = keys[:, part], values[:, part]
         self._covered[into] = True
 
+    def room(self, first: int, last: int) -> KeyValue:
+        """Where tokens ``[first, last)`` go, about to be filled."""
+        into = slice(first - self._start, last - self._start)
+        self._covered[into] = True
+        return self._keys[:, into], self._values[:, into]
+
     def copy(self, first: int, last: int) -> KeyValue:
         """The values so far of tokens ``[first, last)``; what was given to the batch must have been run."""
         part = slice(first - self._start, last - self._start)
@@ -118,18 +126,52 @@ class _Target:
             raise FormatError(f"no unit holds layer {self.layer}, token {gap}", self._shard.container.path)
 
 
+class Spans:
+    """Units that hold several layers: each is decoded once for all targets that want a layer of it."""
+
+    def __init__(self) -> None:
+        self._units: dict[tuple[int, int], tuple[Segment, np.void, int, int, list[_Target]]] = {}
+
+    def put(self, target: _Target, batch: Batch, segment: Segment, record: np.void, first: int, last: int) -> None:
+        """Have a unit's tokens ``[first, last)`` decoded: by the batch if it holds one layer, else by `run`."""
+        if record["layer_count"] == 1 and not segment.codec_of(record).spans:
+            target.put(batch, segment, record, first, last)
+            return
+        key = (id(segment), int(record["offset"]))
+        self._units.setdefault(key, (segment, record, first, last, []))[-1].append(target)
+
+    def run(self) -> None:
+        """Decode what was put."""
+        units, self._units = self._units, {}
+        for segment, record, first, last, targets in units.values():
+            whole = last - first == record["token_count"]
+            rooms = {target.layer: target.room(first, last) for target in targets}
+            unit, at = segment.unit(record), segment.position_of(record)
+            out = [
+                rooms[layer] if whole and layer in rooms else fresh(geometry, unit.tokens)
+                for layer, geometry in enumerate(unit.layers, unit.layer)
+            ]
+            segment.decode_span(record, out)
+            if not whole:
+                part = slice(first - at, last - at)
+                for layer, (keys, values) in rooms.items():
+                    keys[:], values[:] = (array[:, part] for array in out[layer - unit.layer])
+
+
 def _mapped(shard: Shard, layer: int, start: int, stop: int) -> KeyValue:
     """The values that the mapping table gives for a token range of one layer, as a codec's reference."""
-    target, batch = _Target(shard, layer, start, stop), Batch()
+    target, batch, spans = _Target(shard, layer, start, stop), Batch(), Spans()
     for segment, record, first, last in mapped_units(shard.runs, shard.libraries, layer, start, stop):
-        target.put(batch, segment, record, first, last)
+        spans.put(target, batch, segment, record, first, last)
     batch.run()
+    spans.run()
     return target.finish()
 
 
 def own_units(shard: Shard, layer: int, start: int, stop: int) -> np.ndarray:
     """Records of the shard's units that overlap a token range of one layer, in token order."""
-    units = shard.units[shard.layer_bounds[layer] : shard.layer_bounds[layer + 1]]
+    first, last = shard.layer_bounds[layer]
+    units = shard.units[first:last]
     if start == 0 and stop >= len(shard.tokens):
         return units
     starts = units["token_start"].astype(np.int64)
@@ -154,6 +196,44 @@ def mapped_units(
         library = libraries[run["library"]]
         units = library.units_of(int(run["node"]))
         starts = units["token_start"].astype(np.int64) + int(library.nodes[run["node"]]["position"])
-        for record in units[(units["layer"] == layer) & (starts < high) & (starts + units["token_count"] > low)]:
+        held = (units["layer"] <= layer) & (layer < units["layer"].astype(np.int64) + units["layer_count"])
+        for record in units[held & (starts < high) & (starts + units["token_count"] > low)]:
             at = library.position_of(record)
             yield library, record, max(at, low), min(at + int(record["token_count"]), high)
+
+
+def span_pieces(shard: Shard, layers: range, start: int, stop: int) -> list[tuple[range, int, int]]:
+    """Cut a part of a session into pieces that touch each unit of several layers once; empty if it has none.
+
+    Returns
+    -------
+    list of (range, int, int)
+        Layers and session tokens ``[first, last)``; together all of what was asked for.
+    """
+    found: set[tuple[int, int]] = set()
+    places = {start}
+    for segment, record, first, _ in _touched(shard, layers, start, stop):
+        if not segment.codec_of(record).spans:
+            return []
+        found.add((int(record["layer"]), int(record["layer_count"])))
+        places.add(max(first, start))
+    groups = [range(max(first, layers.start), min(first + count, layers.stop)) for first, count in sorted(found)]
+    if any(a.stop > b.start for a, b in itertools.pairwise(groups)):
+        # Segments of different layer groups: whoever asks for one layer gets it.
+        groups = [range(layer, layer + 1) for layer in layers]
+    cuts = [*sorted(places), stop]
+    return [(group, first, last) for group in groups for first, last in itertools.pairwise(cuts)]
+
+
+def _touched(shard: Shard, layers: range, start: int, stop: int) -> Iterator[tuple[Segment, np.void, int, int]]:
+    layer = layers.start
+    while layer < layers.stop:
+        following = layer + 1
+        for segment, record, first, last in mapped_units(shard.runs, shard.libraries, layer, start, stop):
+            following = max(following, int(record["layer"]) + int(record["layer_count"]))
+            yield segment, record, first, last
+        for record in own_units(shard, layer, start, stop):
+            following = max(following, int(record["layer"]) + int(record["layer_count"]))
+            at = int(record["token_start"])
+            yield shard, record, at, at + int(record["token_count"])
+        layer = following

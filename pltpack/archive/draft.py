@@ -59,10 +59,10 @@ class Draft:
         """Tokens from position 0 that the mapping covers."""
         return self.runs[-1].session_start + self.runs[-1].length if self.runs else 0
 
-    def jobs(self, block: int, corrections: bool) -> Iterator[UnitJob]:
-        """Unit jobs in index order: per layer, corrections of mapped tokens if asked for, then the session's own."""
+    def jobs(self, block: int, corrections: bool, groups: Sequence[range]) -> Iterator[UnitJob]:
+        """Unit jobs in index order: per layer group, corrections of mapped tokens if asked for, then the own ones."""
         own = TokenRange(self.snapshot, self.mapped, len(self.snapshot))
-        for layer in range(len(self.snapshot.identity.layers)):
+        for layer in groups:
             for run in self.runs if corrections else ():
                 stop = run.session_start + run.length
                 for job in split(TokenRange(self.snapshot, run.session_start, stop), layer, block):
@@ -99,7 +99,7 @@ class Draft:
         records = run_records(self.runs, self._libraries)
         for segment, record, first, last in mapped_units(records, self._libraries, layer, start, stop):
             at = segment.position_of(record)
-            keys, values = segment.decode(record)
+            keys, values = segment.decode_span(record)[layer - int(record["layer"])]
             yield (float(record["error"]), first, last,
                    (keys[:, first - at : last - at], values[:, first - at : last - at]))  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -17,7 +18,7 @@ from pltpack.archive.sink import Sink
 from pltpack.codec.base import Codec, EncodeJob, KeyValue, Unit
 from pltpack.format import tables
 from pltpack.format.container import ContainerWriter
-from pltpack.snapshot import Snapshot
+from pltpack.snapshot import LayerGeometry, Snapshot
 
 #: Most tokens in one unit (a whole number of blocks of any default size).
 UNIT_TOKENS = 256
@@ -61,6 +62,8 @@ class UnitJob:
         See `pltpack.codec.base.Unit`.
     node : int
         Library node, or `tables.NO_NODE`.
+    layers : int
+        Number of layers from `layer` on: a layer group of a codec that spans layers.
     reference : callable or None
         Gives the mapped values of the same tokens; the unit is left out if they are equal bit by bit.
     """
@@ -73,20 +76,26 @@ class UnitJob:
     boundary: int = 0
     node: int = tables.NO_NODE
     reference: Callable[[int, int, int], KeyValue] | None = None
+    layers: int = 1
+
+    @property
+    def geometries(self) -> tuple[LayerGeometry, ...]:
+        """Shapes of the unit's layers."""
+        return self.snapshot.identity.layers[self.layer : self.layer + self.layers]
 
     @property
     def raw_bytes(self) -> int:
         """Raw bytes of the unit's values."""
-        return (self.stop - self.start) * self.snapshot.identity.layers[self.layer].bytes_per_token
+        return (self.stop - self.start) * sum(layer.bytes_per_token for layer in self.geometries)
 
 
-def split(tokens: TokenRange, layer: int, block: int, base: int = 0, node: int = tables.NO_NODE) -> Iterator[UnitJob]:
-    """Cut a token range of one layer into unit jobs of whole blocks."""
+def split(tokens: TokenRange, layers: range, block: int, base: int = 0, node: int = tables.NO_NODE) -> Iterator[UnitJob]:
+    """Cut a token range of one layer group into unit jobs of whole blocks."""
     size = max(block, UNIT_TOKENS // block * block)
     end = tokens.stop + tokens.boundary
     for start in range(tokens.start, tokens.stop, size):
         stop = min(start + size, tokens.stop)
-        yield UnitJob(tokens.snapshot, layer, start, stop, base, end - stop, node)
+        yield UnitJob(tokens.snapshot, layers.start, start, stop, base, end - stop, node, layers=len(layers))
 
 
 @dataclasses.dataclass(slots=True)
@@ -128,6 +137,8 @@ class UnitWriter:
         self._measure = measure and not codec.exact
         self._records: list[tuple[int | float, ...]] = []
         self._offset = 0
+        self._preparing = threading.Lock()
+        self._ready: tuple[Snapshot, int, Codec] | None = None
 
     def __len__(self) -> int:
         return len(self._records)
@@ -150,10 +161,33 @@ class UnitWriter:
 
     def encode(self, group: Sequence[UnitJob]) -> list[Encoded]:
         """Encode jobs, in any thread."""
+        if self._codec.spans:
+            return [self._encode_span(job) for job in group]
         work = [_load(job) for job in group]
         payloads = iter(self._codec.encode_many([job for job in work if job is not None]))
         return [self._encoded(job, given, None if given is None else next(payloads))
                 for job, given in zip(group, work, strict=True)]  # fmt: skip
+
+    def _encode_span(self, job: UnitJob) -> Encoded:
+        layers = range(job.layer, job.layer + job.layers)
+        arrays = [job.snapshot.layer(layer, job.start, job.stop) for layer in layers]
+        unit = Unit(job.layer, job.geometries[0], job.start, job.stop - job.start, job.boundary, job.geometries)
+        payload = self._prepared(job.snapshot, job.stop + job.boundary).encode_span(unit, arrays)
+        error = 0.0
+        if self._measure:
+            decoded = [(np.empty_like(keys, order="C"), np.empty_like(values, order="C")) for keys, values in arrays]
+            self._codec.decode_span(memoryview(payload), unit, decoded)
+            error = max(relative_error(mine, again) for mine, again in zip(arrays, decoded, strict=True))
+        record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, unit.tokens,
+                  job.layer, job.layers, self._state, 0, job.node)  # fmt: skip
+        return Encoded(payload, record, min(error, 3e38), job.raw_bytes)
+
+    def _prepared(self, snapshot: Snapshot, cut: int) -> Codec:
+        """The codec for a session; the last one is kept, as jobs come session by session."""
+        with self._preparing:
+            if self._ready is None or self._ready[0] is not snapshot or self._ready[1] != cut:
+                self._ready = (snapshot, cut, self._codec.prepare(snapshot, (cut,)))
+            return self._ready[2]
 
     def _encoded(self, job: UnitJob, given: EncodeJob | None, payload: bytes | None) -> Encoded:
         if given is None or payload is None:

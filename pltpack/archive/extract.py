@@ -190,7 +190,11 @@ def _verify_files(archive: Archive, progress: Progress) -> int:
 
 
 def _parts(segment: Segment) -> Iterable[int]:
-    return range(len(segment.identity.layers) if isinstance(segment, Shard) else len(segment.units))
+    if not isinstance(segment, Shard):
+        return range(len(segment.units))
+    # A unit that holds several layers is decoded once: the first of each group stands for it.
+    bounds = segment.layer_bounds
+    return [i for i in range(len(bounds)) if i == 0 or bounds[i] != bounds[i - 1] or bounds[i][0] == bounds[i][1]]
 
 
 def _decoder(segment: Segment) -> Callable[[int], None]:
@@ -199,7 +203,7 @@ def _decoder(segment: Segment) -> Callable[[int], None]:
         if isinstance(segment, Shard):
             decode_layer(segment, part, 0, len(segment.tokens))
         else:
-            segment.decode(segment.units[part])
+            segment.decode_span(segment.units[part])
 
     return decode
 

@@ -10,6 +10,7 @@ import numpy as np
 from pltpack.archive.reader import Archive
 from pltpack.archive.segments import Library, Segment, Shard, dumps_json
 from pltpack.archive.writer import container_metadata, header_reserve, session_entry
+from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import ContainerWriter
 from pltpack.format.manifest import FileEntry, SessionEntry
@@ -24,10 +25,12 @@ class Merger:
     ----------
     archive : Archive
     sessions : sequence of str
+    embed : bool
+        Take in profiles that the archive refers to.
     """
 
-    def __init__(self, archive: Archive, sessions: Sequence[str]) -> None:
-        self._archive = archive
+    def __init__(self, archive: Archive, sessions: Sequence[str], embed: bool = False) -> None:
+        self._archive, self._embed = archive, embed
         self._shards = [archive.shard(name) for name in sessions]
         self._number = {id(library): index for index, library in enumerate(archive.libraries)}
         self._by_digest = {library.entry.head_sha256: library for library in archive.libraries}
@@ -46,11 +49,26 @@ class Merger:
             codec, config = library.state_entry(index)
             entry: dict[str, object] = {"codec": codec, "config": config}
             blob = library.container.array(f"codec.state.{index}", "U8")
+            profile = library.profile_digest(index)
+            if profile is not None:
+                entry["profile"] = profile
+                blob = self._profile_blob(profile, library, index)
             equal = [i for i, (e, b) in enumerate(self._states) if e == entry and np.array_equal(b, blob)]
             if not equal:
                 self._states.append((entry, blob))
             self._state_index[key] = equal[0] if equal else len(self._states) - 1
         return self._state_index[key]
+
+    def _profile_blob(self, digest: str, library: Library, index: int) -> np.ndarray:
+        """What the segment stores of a profile: all of it once, if the archive has it or must not do without."""
+        nothing = np.empty(0, np.uint8)
+        if any(entry.get("profile") == digest and len(blob) for entry, blob in self._states):
+            return nothing
+        for other in self._archive.libraries:
+            for state in range(len(other.states)):
+                if other.profile_digest(state) == digest and other.embeds(state):
+                    return other.container.array(f"codec.state.{state}", "U8")
+        return state_format.pack(library.state(index)) if self._embed else nothing
 
     def _node(self, library: Library, index: int) -> None:
         key = (self._number[id(library)], index)

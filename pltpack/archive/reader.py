@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pltpack.archive import profiles
 from pltpack.archive.decoding import decode_layers, one_buffer
 from pltpack.archive.segments import Library, Segment, Shard
 from pltpack.archive.threads import together
-from pltpack.codec.base import KeyValue
+from pltpack.codec.base import KeyValue, State
 from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError
 from pltpack.format.container import GoneError
 from pltpack.format.manifest import Manifest
@@ -49,6 +50,8 @@ class Archive:
         The loader's own identity: every session read must agree with it, salt included.
     accept_unknown : iterable of str
         Fields of `identity` that the archive need not know.
+    profile : path-like, optional
+        The profile of an archive that refers to one outside; else it is looked for by its digest.
 
     Raises
     ------
@@ -59,9 +62,14 @@ class Archive:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], identity: Identity | None = None, accept_unknown: Iterable[str] = ()
+        self,
+        path: str | os.PathLike[str],
+        identity: Identity | None = None,
+        accept_unknown: Iterable[str] = (),
+        profile: str | os.PathLike[str] | None = None,
     ) -> None:
         self.path = Path(path)
+        self._profile = profile
         self.manifest = Manifest.load(self.path)
         self._loader, self._accept = identity, tuple(accept_unknown)
         if identity is not None:
@@ -103,7 +111,7 @@ class Archive:
         opened: list[Library] = []
         try:
             for entry in manifest.libraries:
-                opened.append(Library(self.path, entry, manifest.identity))
+                opened.append(Library(self.path, entry, manifest.identity, self._find_profile))
                 if len(opened) > MAX_OPEN:
                     opened[-1].container.release()
         except BaseException:
@@ -111,6 +119,13 @@ class Archive:
                 library.close()
             raise
         return opened
+
+    def _find_profile(self, digest: str) -> State:
+        for library in self.libraries:
+            for state in range(len(library.states)):
+                if library.profile_digest(state) == digest and library.embeds(state):
+                    return library.state(state)
+        return profiles.find(digest, self._profile, self.path)
 
     def follow(self, generation: int, error: GoneError) -> None:
         """Go on in a newer generation than `generation`, or raise `error` if there is none."""

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from pltpack.codec import registry
-from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
+from pltpack.codec.base import Codec, DecodeJob, KeyValue, State, Unit
 from pltpack.errors import FormatError, PltpackError
 from pltpack.format import state as state_format
 from pltpack.format import tables
@@ -24,7 +24,7 @@ from pltpack.format.manifest import FileEntry, SessionEntry
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry
 
 
-def open_codec(codec_id: str, config: dict[str, Any], arrays: dict[str, np.ndarray], identity: Identity) -> Codec:
+def open_codec(codec_id: str, config: dict[str, Any], arrays: State, identity: Identity) -> Codec:
     """Make a codec and start it with a state."""
     codec = registry.codec(codec_id, config)
     codec.start(arrays, identity)
@@ -35,6 +35,9 @@ def fresh(layer: LayerGeometry, tokens: int) -> KeyValue:
     """Arrays for one layer's tokens, not initialized: ``[H, tokens, D_k]`` and ``[H, tokens, D_v]``."""
     dtype = DTYPES[layer.dtype]
     return (np.empty((layer.heads, tokens, layer.k_dim), dtype), np.empty((layer.heads, tokens, layer.v_dim), dtype))
+
+
+FindProfile = Callable[[str], State]
 
 
 class Segment(abc.ABC):
@@ -84,8 +87,12 @@ class Segment(abc.ABC):
 
     def unit(self, record: np.void) -> Unit:
         """The codec's view of a unit of the index; positions as `position_of` says."""
-        layer = int(record["layer"])
-        return Unit(layer, self.identity.layers[layer], self.position_of(record), int(record["token_count"]))
+        layer, count = int(record["layer"]), int(record["layer_count"])
+        layers = self.identity.layers[layer : layer + count] if self.codec_of(record).spans else ()
+        if count != 1 and not layers:
+            raise FormatError(self._where(record, "holds several layers, which its codec does not"),
+                              self.container.path)  # fmt: skip
+        return Unit(layer, self.identity.layers[layer], self.position_of(record), int(record["token_count"]), 0, layers)
 
     @abc.abstractmethod
     def position_of(self, record: np.void) -> int:
@@ -118,6 +125,25 @@ class Segment(abc.ABC):
         self.decode_job(record, job)
         return job.keys, job.values
 
+    def decode_span(self, record: np.void, out: Sequence[KeyValue] | None = None) -> list[KeyValue]:
+        """Read, check and decode one unit of any number of layers, without a reference; one pair of arrays a layer.
+
+        Raises
+        ------
+        FormatError
+            If its checksum or its content is wrong.
+        """
+        unit, codec = self.unit(record), self.codec_of(record)
+        if not codec.spans:
+            return [self.decode(record, out=out[0] if out else None)]
+        arrays = list(out or (fresh(layer, unit.tokens) for layer in unit.layers))
+        payload = memoryview(self.checked_payload(record))
+        try:
+            codec.decode_span(payload, unit, arrays)
+        except ValueError as error:
+            raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
+        return arrays
+
     def decode_job(self, record: np.void, job: DecodeJob) -> None:
         """Decode one unit whose checksum has been compared; `FormatError` if its content is wrong."""
         try:
@@ -144,7 +170,9 @@ class Segment(abc.ABC):
 
     def _where(self, record: np.void, fact: str) -> str:
         start = self.position_of(record)
-        return f"unit of layer {record['layer']}, tokens {start}:{start + record['token_count']} {fact}"
+        last = int(record["layer"]) + int(record["layer_count"]) - 1
+        layers = f"layer {record['layer']}" if last == record["layer"] else f"layers {record['layer']} to {last}"
+        return f"unit of {layers}, tokens {start}:{start + record['token_count']} {fact}"
 
     def close(self) -> None:
         """Close the file."""
@@ -162,6 +190,8 @@ class Library(Segment):
         What the manifest says of it.
     identity : Identity
         The archive's.
+    find_profile : callable, optional
+        Gives the arrays of a profile that the segment names by digest only.
 
     Raises
     ------
@@ -169,8 +199,11 @@ class Library(Segment):
         If the file breaks the specification.
     """
 
-    def __init__(self, folder: Path, entry: FileEntry, identity: Identity) -> None:
+    def __init__(
+        self, folder: Path, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None
+    ) -> None:
         self.entry, self.identity = entry, identity
+        self._find_profile = find_profile
         self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
         try:
             self._load()
@@ -216,14 +249,45 @@ class Library(Segment):
             raise FormatError(f"codec state {index} is missing or malformed", self.container.path)
         return entry["codec"], entry["config"]
 
+    def profile_digest(self, index: int) -> str | None:
+        """Digest of the profile that one state is, if it is one."""
+        self.state_entry(index)
+        digest = self.states[index].get("profile")  # type: ignore[attr-defined]
+        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
+            raise FormatError(f"codec state {index} is malformed", self.container.path)
+        return digest
+
+    def embeds(self, index: int) -> bool:
+        """Whether one state's arrays are in this segment."""
+        return len(self.container.array(f"codec.state.{index}", "U8")) > 0
+
+    def state(self, index: int) -> State:
+        """The arrays of one state: the segment's own, or a profile that it names.
+
+        Raises
+        ------
+        FormatError
+            If they are damaged.
+        NotFoundError
+            If the profile is not found.
+        """
+        digest = self.profile_digest(index)
+        if digest is not None and not self.embeds(index):
+            if self._find_profile is None:
+                raise FormatError(f"codec state {index} names a profile elsewhere", self.container.path)
+            return self._find_profile(digest)
+        try:
+            return state_format.unpack(self.container.array(f"codec.state.{index}", "U8"))
+        except ValueError as error:
+            raise FormatError(f"codec state {index}: {error}", self.container.path) from None
+
     def codec(self, index: int) -> Codec:
         """The started codec of one state; made once."""
         with self._lock:
             if index not in self._codecs:
                 codec_id, config = self.state_entry(index)
                 try:
-                    arrays = state_format.unpack(self.container.array(f"codec.state.{index}", "U8"))
-                    self._codecs[index] = open_codec(codec_id, config, arrays, self.identity)
+                    self._codecs[index] = open_codec(codec_id, config, self.state(index), self.identity)
                 except ValueError as error:
                     raise FormatError(f"codec state {index}: {error}", self.container.path) from None
                 except PltpackError as error:
@@ -288,12 +352,13 @@ class Shard(Segment):
         if len(ends) and ends.max() > len(self.tokens):
             raise FormatError("a unit reaches beyond the session's end", path)
         if len(ends) > 1:
-            same = self.units["layer"][1:] == self.units["layer"][:-1]
+            layer, count = (self.units[name].astype(np.int64) for name in ("layer", "layer_count"))
+            same = layer[1:] == layer[:-1]
             starts = self.units["token_start"][1:].astype(np.int64)
-            if ((self.units["layer"][1:] < self.units["layer"][:-1]) | (same & (starts < ends[:-1]))).any():
+            behind = (layer[1:] >= layer[:-1] + count[:-1]) | (same & (starts >= ends[:-1]) & (count[1:] == count[:-1]))
+            if not behind.all():
                 raise FormatError("units overlap or are out of order", path)
-        bounds = np.searchsorted(self.units["layer"], np.arange(len(self.identity.layers) + 1))
-        self.layer_bounds: list[int] = bounds.tolist()
+        self.layer_bounds = _layer_bounds(self.units, len(self.identity.layers))
         self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries))
         for run in self.runs:
             self._check_run(run)
@@ -335,6 +400,17 @@ class Shard(Segment):
     def mapped_tokens(self) -> int:
         """Tokens that the mapping table covers."""
         return int(self.runs["length"].sum(dtype=np.int64))
+
+
+def _layer_bounds(units: np.ndarray, layers: int) -> list[tuple[int, int]]:
+    """Per layer, the range of records in a shard's sorted index whose units hold it."""
+    out = [(0, 0)] * layers
+    firsts, starts = np.unique(units["layer"], return_index=True)
+    ends = [*starts[1:].tolist(), len(units)]
+    for first, start, end in zip(firsts.tolist(), starts.tolist(), ends, strict=True):
+        for layer in range(first, first + int(units["layer_count"][start])):
+            out[layer] = (start, end)
+    return out
 
 
 def _strings(values: list[object], path: Path) -> list[str]:

@@ -57,7 +57,7 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
 
 
 def _extract(archive: Archive, session: str, folder: Path) -> Manifest:
-    merger = Merger(archive, [session])
+    merger = Merger(archive, [session], embed=True)
     library = merger.write_library(next_library(folder, ()), lambda size: None)
     entry = merger.write_shard(merger.shards[0], shard_path(folder, session), library, lambda size: None)
     return dataclasses.replace(archive.manifest, generation=1, libraries=(library,), sessions=(entry,))

@@ -11,18 +11,20 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pltpack.archive.draft import Draft
 from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, split, write_all
+from pltpack.archive.profiles import digest
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.segments import Library, dumps_json
 from pltpack.archive.sharing import NewNode, Run, Sharing, run_records, share
 from pltpack.archive.sink import Sink
 from pltpack.codec import registry
-from pltpack.codec.base import Codec
+from pltpack.codec.base import Codec, State
 from pltpack.errors import ConflictError, DumpError, UnsupportedError
 from pltpack.format import state as state_format
 from pltpack.format import tables
@@ -30,6 +32,36 @@ from pltpack.format.container import FORMAT_VERSION, ContainerInfo
 from pltpack.format.manifest import SHARDS, FileEntry, Manifest, SessionEntry
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot, token_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What sessions are encoded to, instead of a tier's own promise; at most one is given.
+
+    Attributes
+    ----------
+    kl : float or None
+        KL divergence in nats, as the profile predicts it, session by session.
+    bits : float or None
+        Bits per element of each session's units.
+    size : int or None
+        Bytes of all units of the sessions, shared ones included.
+    """
+
+    kl: float | None = None
+    bits: float | None = None
+    size: int | None = None
+
+    def config(self, elements: int) -> dict[str, Any]:
+        """As the codec's configuration, for sessions of so many elements."""
+        given = [value for value in (self.kl, self.bits, self.size) if value is not None]
+        if len(given) > 1:
+            raise UnsupportedError("of a target KL, bits and bytes only one can be met")
+        if self.kl is not None:
+            return {"target_kl": self.kl}
+        if self.size is not None:
+            return {"target_bits": 8 * self.size / max(elements, 1)}
+        return {} if self.bits is None else {"target_bits": self.bits}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +76,39 @@ class Settings:
         Whether sessions share prefixes.
     block : int
         Tokens per block.
+    profile : mapping of str to ndarray or None
+        Arrays of the profile, for tiers that need one.
+    external : bool
+        Whether the library names the profile by its digest only.
     """
 
     quality: str
     dedup: bool = True
     block: int = 32
+    profile: State | None = None
+    external: bool = False
+    target: Target = Target()
 
     def check(self) -> None:
         """Refuse settings out of range."""
         if not 1 <= self.block <= 4096:
             raise UnsupportedError(f"block of {self.block} tokens (allowed: 1 to 4096)")
-        registry.tier(self.quality)
+        self.codec()
+
+    def codec(self, elements: int = 0) -> Codec:
+        """The tier's codec, not started, for sessions of so many elements.
+
+        Raises
+        ------
+        UnsupportedError
+            If a target is given that the tier cannot steer by.
+        """
+        tier, config = registry.tier(self.quality), self.target.config(elements)
+        if not config:
+            return tier
+        if not tier.calibrated:
+            raise UnsupportedError(f"tier {self.quality!r} has no rate control: targets need a profile")
+        return registry.codec(tier.codec_id, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +163,8 @@ class GenerationWriter:
                     self._opened.close()
 
     def _add(self, snapshots: Sequence[Snapshot], identity: Identity, pool: ThreadPoolExecutor) -> Manifest:
-        tier = registry.tier(self._settings.quality)
+        per_token = sum(layer.elements_per_token for layer in identity.layers)
+        tier = self._settings.codec(per_token * sum(len(snapshot) for snapshot in snapshots))
         sharing = Sharing([], [[] for _ in snapshots])
         if self._settings.dedup:
             sharing = share(self._archive, snapshots, self._settings.block,
@@ -186,11 +241,30 @@ class GenerationWriter:
         return identity
 
     def _find_codec(self, tier: Codec) -> _CodecPlace | None:
+        given = None if self._settings.profile is None or not tier.calibrated else digest(self._settings.profile)
         for library in reversed(self._libraries):
             for state in range(len(library.states)):
+                if given is not None and library.profile_digest(state) != given:
+                    continue
                 if library.state_entry(state) == (tier.codec_id, tier.get_config()):
                     return _CodecPlace(library.codec(state), library, state)
         return None
+
+    def _find_profile(self, tier: Codec) -> tuple[State, bool]:
+        """A profile for a new codec state, and whether the archive can do without another copy of it."""
+        held = {
+            library.profile_digest(state): library
+            for library in self._libraries
+            for state in range(len(library.states))
+            if library.profile_digest(state) is not None
+        }
+        if self._settings.profile is not None:
+            return self._settings.profile, self._settings.external or digest(self._settings.profile) in held
+        for library in reversed(self._libraries):
+            for state in range(len(library.states)):
+                if library.profile_digest(state) is not None:
+                    return library.state(state), True
+        raise UnsupportedError(f"tier {self._settings.quality!r} needs a profile (make one with pltpack calibrate)")
 
     def _advance(self, raw_bytes: int) -> None:
         self._done += raw_bytes
@@ -206,7 +280,17 @@ class GenerationWriter:
         pool: ThreadPoolExecutor,
     ) -> tuple[FileEntry, _CodecPlace]:
         # The segment carries its own copy of the state, so that it can be decoded, exported and compacted alone.
-        if place is None:
+        entry: dict[str, object] = {"codec": tier.codec_id, "config": tier.get_config()}
+        if place is None and tier.calibrated:
+            arrays, embedded = self._find_profile(tier)
+            entry["profile"] = digest(arrays)
+            packed = np.empty(0, np.uint8) if embedded else state_format.pack(arrays)
+            try:
+                tier.start(arrays, identity)
+            except ValueError as error:
+                raise UnsupportedError(f"the profile does not serve these sessions: {error}") from None
+            codec = tier
+        elif place is None:
             self._progress("learn", 0, self._total)
             arrays = tier.learn(JobSamples(ranges), identity)
             packed = state_format.pack(arrays)
@@ -214,14 +298,18 @@ class GenerationWriter:
             codec = tier
         else:
             assert place.library is not None
+            profile = place.library.profile_digest(place.state)
             packed = place.library.container.array(f"codec.state.{place.state}", "U8")
+            if profile is not None:
+                # Once in the archive is enough for something as large.
+                entry["profile"], packed = profile, np.empty(0, np.uint8)
             codec = place.codec
         path = next_library(self._folder, self._libraries)
         salts = sorted({n.owner.identity.salt for n in nodes}, key=lambda s: (s is not None, s))
         others = [lib for lib in self._libraries if any(n.parent and n.parent.library is lib for n in nodes)]
         metadata = {
             **container_metadata("library", identity),
-            "states": dumps_json([{"codec": tier.codec_id, "config": tier.get_config()}]),
+            "states": dumps_json([entry]),
             "libraries": dumps_json([lib.entry.head_sha256 for lib in others]),
             "salts": dumps_json(salts),
         }
@@ -232,8 +320,8 @@ class GenerationWriter:
         for index, node in enumerate(nodes):
             first = len(writer)
             tokens = TokenRange(node.owner, node.position, node.stop)
-            layers = range(len(identity.layers))
-            jobs = (split(tokens, layer, self._settings.block, node.position, index) for layer in layers)
+            groups = codec.layer_groups(len(identity.layers))
+            jobs = (split(tokens, layers, self._settings.block, node.position, index) for layers in groups)
             writer.write(itertools.chain.from_iterable(jobs), self._advance)
             parent = _parent(node.parent, others)
             records.append((offset, *parent, node.position, node.stop - node.position, node.visits, first,
@@ -250,10 +338,10 @@ class GenerationWriter:
             },
             metadata,
         )
-        entry = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
-        self._opened = Library(self._folder, entry, identity)
+        written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
+        self._opened = Library(self._folder, written, identity, lambda _: codec_state(codec))
         self._libraries.append(self._opened)
-        return entry, place or _CodecPlace(codec, self._opened, 0)
+        return written, place or _CodecPlace(codec, self._opened, 0)
 
     def _shard(
         self,
@@ -283,7 +371,8 @@ class GenerationWriter:
             metadata["salt"] = snapshot.identity.salt
         container = self._sink.open(path, header_reserve(metadata))
         writer = UnitWriter(container, self._sink, place.codec, 0, pool)
-        jobs = draft.jobs(self._settings.block, corrections=place.codec.exact)
+        groups = place.codec.layer_groups(len(identity.layers))
+        jobs = draft.jobs(self._settings.block, corrections=place.codec.exact, groups=groups)
 
         def commit() -> Future[ContainerInfo]:
             found = {
@@ -294,6 +383,15 @@ class GenerationWriter:
             return self._sink.commit(container, found, metadata)
 
         return path, writer, jobs, commit
+
+
+def codec_state(codec: Codec) -> State:
+    """The profile of a started codec."""
+    profile = getattr(codec, "profile", None)
+    if profile is None:
+        raise UnsupportedError(f"codec {codec.codec_id!r} has no profile")
+    found: State = profile.arrays
+    return found
 
 
 def next_library(folder: Path, libraries: Iterable[Library]) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from pltpack.snapshot import Identity, LayerGeometry
+from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
 #: Tokens at the start of a session that every lossy tier keeps bit-exact: attention sinks.
 SINK_TOKENS = 4
@@ -42,6 +42,8 @@ class Unit:
     boundary : int
         Tokens between the unit's end and the next place where a session may be cut and continued (a session's end or
         a branch of the trie); 0 if the unit ends there. Known to the encoder only: `decode` must not read it.
+    layers : tuple of LayerGeometry
+        For codecs that span layers: those of the unit's layer group, of which `layer` is the first.
     """
 
     layer: int
@@ -49,6 +51,7 @@ class Unit:
     position: int
     tokens: int
     boundary: int = 0
+    layers: tuple[LayerGeometry, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +100,10 @@ class Codec(abc.ABC):
     codec_id: ClassVar[str]
     #: Whether decoding gives back every bit.
     exact: ClassVar[bool] = False
+    #: Whether a unit holds a group of layers: the archive then calls `encode_span` and `decode_span`.
+    spans: ClassVar[bool] = False
+    #: Whether the state is a profile, made by calibration; `learn` is then never called.
+    calibrated: ClassVar[bool] = False
 
     def get_config(self) -> dict[str, Any]:
         """The configuration as JSON values: the keyword arguments that make an equal codec."""
@@ -185,3 +192,34 @@ class Codec(abc.ABC):
         """
         for job in jobs:
             self.decode(*job)
+
+    def layer_groups(self, layers: int) -> list[range]:
+        """How a started codec cuts a model's layers into units: one by one unless it `spans` layers."""
+        return [range(index, index + 1) for index in range(layers)]
+
+    def prepare(self, snapshot: Snapshot, cuts: Sequence[int] = ()) -> Codec:
+        """The started codec for one session, after a look at the whole of it; itself unless a codec needs one.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+        cuts : sequence of int
+            Positions before which the session may be cut and continued, its end included.
+        """
+        return self
+
+    def encode_span(self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None) -> bytes:
+        """Encode one unit of a layer group; `arrays` and `reference` as of `encode`, one pair a layer."""
+        raise NotImplementedError
+
+    def decode_span(
+        self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
+    ) -> None:
+        """Decode one unit of a layer group; arguments as of `decode`, one pair of arrays a layer.
+
+        Raises
+        ------
+        ValueError
+            If the payload is malformed.
+        """
+        raise NotImplementedError

@@ -19,12 +19,16 @@ ENTRY_POINTS = "pltpack.codecs"
 _BUILT_IN = {
     "lossless": "pltpack.codec.lossless:LosslessCodec",
     "group": "pltpack.codec.group:GroupCodec",
+    "transform": "pltpack.codec.transform:TransformCodec",
     "turboquant": "pltpack.codec.turboquant:TurboQuantCodec",
 }
 
 #: Tier name -> (codec_id, configuration).
 TIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lossless": ("lossless", {}),
+    "near": ("transform", {"target_kl": 0.003}),
+    "balanced": ("transform", {"target_kl": 0.01}),
+    "small": ("transform", {"target_kl": 0.025}),
     **{f"q{bits}": ("group", {"bits": bits}) for bits in (1, 2, 3, 4)},
     **{f"turboquant-{bits}": ("turboquant", {"bits": bits}) for bits in (2, 3, 4)},
 }

@@ -78,12 +78,13 @@ def read_units(container: Container, token_bytes: Sequence[int], states: int) ->
     bad = units["length"] > container.payload_bytes
     bad |= (units["token_count"] == 0) | (units["token_count"] > MAX_UNIT_TOKENS)
     bad |= units["token_start"].astype(np.uint64) + units["token_count"] > MAX_TOKENS
-    bad |= (units["layer"] >= layers) | (units["layer_count"] != 1)
+    last = units["layer"].astype(np.int64) + units["layer_count"]
+    bad |= (units["layer_count"] == 0) | (last > layers)
     bad |= (units["state"] >= states) | ((units["flags"] & ~np.uint16(FLAG_REFERENCE)) != 0)
     bad |= ~(units["error"] >= 0)
     if not bad.any() and len(units):
-        most = np.array([MAX_UNIT_BYTES // size for size in token_bytes], np.int64)
-        bad |= units["token_count"] > most[units["layer"]]
+        before = np.concatenate([[0], np.cumsum(np.array(token_bytes, np.float64))])
+        bad |= units["token_count"] * (before[last] - before[units["layer"]]) > MAX_UNIT_BYTES
         if float(units["length"].sum(dtype=np.float64)) > 2.0**53:
             raise FormatError("unit index describes more bytes than a file holds", container.path)
         ends = np.cumsum(units["length"], dtype=np.uint64)
@@ -166,8 +167,11 @@ def _check_tiling(units: np.ndarray, owner: np.ndarray, lengths: np.ndarray, lay
     first = np.insert(last[:-1], 0, True)
     after = np.insert(np.where(whole[:-1], 0, end[:-1]), 0, 0)
     bad |= start != np.where(first, 0, after)
-    bad |= layer != np.where(first, 0, np.insert(layer[:-1] + whole[:-1], 0, 0))
-    bad |= last & ~(whole & (layer == layers - 1))
+    count = units["layer_count"].astype(np.int64)
+    bad |= layer != np.where(first, 0, np.insert(layer[:-1] + count[:-1] * whole[:-1], 0, 0))
+    # All units of a layer group have the same layers.
+    bad[1:] |= ~first[1:] & (layer[1:] == layer[:-1]) & (count[1:] != count[:-1])
+    bad |= last & ~(whole & (layer + count == layers))
     if bad.any():
         raise FormatError(f"unit {int(np.argmax(bad))} does not fit its trie node", path)
 

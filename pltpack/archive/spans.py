@@ -1,0 +1,135 @@
+"""Layer by layer out of units that hold many layers: what was decoded of the others waits, in memory or in a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+import numpy as np
+
+from pltpack.archive.decoding import one_buffer, span_pieces
+from pltpack.archive.segments import Shard, fresh
+from pltpack.archive.threads import together
+from pltpack.codec.base import KeyValue
+from pltpack.snapshot import LayerGeometry
+
+if TYPE_CHECKING:
+    from pltpack.archive.reader import Archive
+
+#: Decoded bytes of a layer group that are kept in memory; more go to a temporary file.
+MEMORY_BYTES = 1 << 28
+
+
+class Decode(Protocol):
+    """`pltpack.archive.reader.ShardSource.decode_layers`."""
+
+    def __call__(
+        self, layers: Sequence[int], start: int, stop: int, out: Sequence[KeyValue] | None = None
+    ) -> list[KeyValue]:
+        """Decode in this thread."""
+        ...
+
+
+class SpanSource:
+    """Gives one layer after the other of a session whose units hold several.
+
+    Parameters
+    ----------
+    archive : Archive
+        For its threads.
+    shard : Shard
+    decode : Decode
+    """
+
+    def __init__(self, archive: Archive, shard: Shard, decode: Decode) -> None:
+        self._archive, self._decode, self._lock = archive, decode, threading.Lock()
+        self._pieces: Callable[[int, int, int], list[tuple[range, int, int]]] = (
+            lambda layer, start, stop: span_pieces(shard, range(layer, len(shard.identity.layers)), start, stop)
+        )
+        self._layers = shard.identity.layers
+        self._held: _Held | None = None
+        self._plain = False
+
+    def layer(self, index: int, start: int, stop: int) -> KeyValue | None:
+        """One layer's tokens ``[start, stop)``; None if the units that hold it hold no other layer."""
+        with self._lock:
+            if self._plain or start == stop:
+                return None
+            if self._held is None or not self._held.has(index, start, stop):
+                pieces = self._pieces(index, start, stop)
+                if not pieces:
+                    self._plain = True
+                    return None
+                self._fill([piece for piece in pieces if piece[0] == pieces[0][0]], start, stop)
+            assert self._held is not None
+            return self._held.layer(index)
+
+    def _fill(self, pieces: list[tuple[range, int, int]], start: int, stop: int) -> None:
+        self._held = None
+        group = pieces[0][0]
+        held = _Held([self._layers[i] for i in group], group, start, stop)
+
+        def work(piece: tuple[range, int, int]) -> None:
+            _, first, last = piece
+            held.put(first, last, self._decode(group, first, last, held.room(first, last)))
+
+        together(work, pieces, self._archive.pool, (os.cpu_count() or 1) - 1)
+        self._held = held
+
+
+class _Held:
+    """A layer group's decoded tokens, in memory if they are few."""
+
+    def __init__(self, layers: Sequence[LayerGeometry], group: range, start: int, stop: int) -> None:
+        self._layers, self._group, self._start, self._stop = layers, group, start, stop
+        sizes = [(stop - start) * layer.bytes_per_token for layer in layers]
+        self._offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(int).tolist()
+        self._file: BinaryIO | None = None
+        self._arrays: list[KeyValue] = []
+        if sum(sizes) > MEMORY_BYTES:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
+        else:
+            self._arrays = one_buffer(layers, stop - start)
+
+    def has(self, layer: int, start: int, stop: int) -> bool:
+        """Whether a layer's tokens are here."""
+        return layer in self._group and (start, stop) == (self._start, self._stop)
+
+    def room(self, first: int, last: int) -> list[KeyValue] | None:
+        """Where tokens ``[first, last)`` can be decoded to in place."""
+        if self._file is not None:
+            return None
+        part = slice(first - self._start, last - self._start)
+        return [(keys[:, part], values[:, part]) for keys, values in self._arrays]
+
+    def put(self, first: int, last: int, arrays: Sequence[KeyValue]) -> None:
+        """Keep decoded tokens ``[first, last)``, which are in their room already if there was one."""
+        if self._file is None:
+            return
+        total = self._stop - self._start
+        for index, pair in enumerate(arrays):
+            at = self._offsets[index]
+            for array in pair:
+                width = array.shape[2] * array.itemsize
+                for head in array:
+                    os.pwrite(self._file.fileno(), np.ascontiguousarray(head).view(np.uint8).data,
+                              at + (first - self._start) * width)  # fmt: skip
+                    at += total * width
+
+    def layer(self, layer: int) -> KeyValue:
+        """One layer's keys and values."""
+        index = layer - self._group.start
+        if self._file is None:
+            return self._arrays[index]
+        keys, values = fresh(self._layers[index], self._stop - self._start)
+        at = self._offsets[index]
+        for array in (keys, values):
+            flat = array.reshape(-1).view(np.uint8)
+            done = 0
+            while done < len(flat):
+                done += os.preadv(self._file.fileno(), [flat.data[done:]], at + done)
+            at += len(flat)
+        return keys, values

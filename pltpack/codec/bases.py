@@ -1,0 +1,165 @@
+"""The transform of a layer group: whitened rows to coefficients and back, with the products kept small.
+
+A group's components are sorted by scale, so that the ones that a token's step leaves alive come first; most products
+then use a part of the basis only, and the layers' own bases serve the few tokens that reach beyond the shared one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+
+from pltpack.codec import rate
+from pltpack.codec.coefficients import Order
+from pltpack.codec.profile import Group, Profile, rows_of
+
+#: Tokens whose product is made at once: tokens are sorted by class, and each run uses what its finest class needs.
+_RUN = 64
+_jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+
+
+class GroupBases:
+    """The bases of one layer group.
+
+    Attributes
+    ----------
+    group : Group
+    logs : ndarray
+        Scales of all components, descending, int32 ``[N]``: the shared ones and the layers' own together.
+    mean : ndarray
+        float32 ``[rows]``.
+    """
+
+    def __init__(self, profile: Profile, group: Group) -> None:
+        self.group, self._profile = group, profile
+        self.mean = profile.mean[group.first : group.last]
+        self.rank = group.component.stop - group.component.start
+        logs = np.concatenate([profile.shared_log[group.component], profile.local_log[group.first : group.last]])
+        self._order = np.argsort(-logs, kind="stable")
+        self.logs = logs[self._order].astype(np.int32)
+        self._place = np.empty(len(logs), np.int64)
+        self._place[self._order] = np.arange(len(logs))
+        # In a sorted list, how many shared components precede each end: what a product of a prefix needs.
+        self._reach = np.maximum.accumulate(np.where(self._order < self.rank, self._order + 1, 0))
+
+    @functools.cached_property
+    def _analysis(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        layers = range(self.group.start, self.group.stop)
+        return self._profile.shared(self.group), [self._profile.local(layer) for layer in layers]
+
+    @functools.cached_property
+    def _synthesis(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        shared, local = self._profile.shared(self.group), []
+        for layer in range(self.group.start, self.group.stop):
+            local.append(self._profile.unwhitened(self._profile.local(layer), range(layer, layer + 1)))
+        return self._profile.unwhitened(shared, range(self.group.start, self.group.stop)), local
+
+    def analyse(self, rows: np.ndarray) -> np.ndarray:
+        """Coefficients of centered rows: float32 ``[T, N]``, components in the order of `logs`.
+
+        Parameters
+        ----------
+        rows : ndarray
+            float32 ``[T, rows]``.
+        """
+        shared, local = self._analysis
+        first = self.group.first
+        white = np.empty_like(rows)
+        for layer in range(self.group.start, self.group.stop):
+            part = slice(self._profile.rows[layer] - first, self._profile.rows[layer + 1] - first)
+            white[:, part] = self._profile.whiten(rows[:, part], layer)
+        found = np.empty((len(rows), len(self.logs)), np.float32)
+        found[:, : self.rank] = white @ shared.T
+        white -= found[:, : self.rank] @ shared
+        at = 0
+        for basis in local:
+            found[:, self.rank + at : self.rank + at + len(basis)] = white[:, at : at + len(basis)] @ basis.T
+            at += len(basis)
+        return found[:, self._order]
+
+    def quantize(self, found: np.ndarray, classes: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Coefficients over the step of their token, rounded: int32 ``[T, N]``; 0 for exact tokens."""
+        inverse = np.append(1 / rate.value_of(steps), 0.0).astype(np.float32)
+        out = np.empty(found.shape, np.int32)
+        _round(found, inverse[classes], out)
+        return out
+
+    def synthesize(self, quantized: np.ndarray, order: Order, classes: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Centered, un-rotated rows, float32 ``[T, rows]``, of quantized coefficients."""
+        shared, local = self._synthesis
+        widths = np.append(rate.value_of(steps), 0.0).astype(np.float32)
+        tokens, rows = len(classes), self.group.last - self.group.first
+        mine = np.zeros((tokens, self.rank), np.float32)
+        own = np.zeros((tokens, rows), np.float32)
+        used = np.zeros((tokens, len(local)), np.bool_)
+        layer_of = np.repeat(np.arange(len(local)), [len(basis) for basis in local])
+        live = np.append(order.live, 0)
+        _spread(quantized, widths[classes], live[classes], self._order, self.rank, layer_of, mine, own, used)
+        out = np.zeros((tokens, rows), np.float32)
+        for start in range(0, len(order.tokens), _RUN):
+            run = order.tokens[start : start + _RUN]
+            most = int(live[classes[run]].max())
+            need = int(self._reach[most - 1]) if most else 0
+            if need:
+                out[run] = mine[run, :need] @ shared[:need]
+        at = 0
+        for index, basis in enumerate(local):
+            some = np.flatnonzero(used[:, index])
+            if len(some):
+                part = slice(at, at + len(basis))
+                out[some, part] += own[some, part] @ basis
+            at += len(basis)
+        return out
+
+
+class Bases:
+    """The bases of all groups of a profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._groups = [GroupBases(profile, group) for group in profile.groups]
+        # Checked at the start, not at the first unit.
+        profile.check_inverse()
+        assert all(rows_of(layer) for layer in profile.layers)
+
+    def of(self, layers: range) -> GroupBases:
+        """The bases of exactly these layers.
+
+        Raises
+        ------
+        ValueError
+            If they are not a group of the profile.
+        """
+        for bases in self._groups:
+            if range(bases.group.start, bases.group.stop) == layers:
+                return bases
+        raise ValueError(f"layers {layers.start}:{layers.stop} are not a layer group of the profile")
+
+    def __iter__(self) -> Any:
+        return iter(self._groups)
+
+
+@_jit
+def _round(found: Any, inverse: Any, out: Any) -> None:
+    for t in range(found.shape[0]):
+        scale = inverse[t]
+        for i in range(found.shape[1]):
+            out[t, i] = np.int32(np.rint(found[t, i] * scale))
+
+
+@_jit
+def _spread(
+    quantized: Any, widths: Any, live: Any, order: Any, rank: Any, layer_of: Any, mine: Any, own: Any, used: Any
+) -> None:
+    for t in range(quantized.shape[0]):
+        for i in range(live[t]):
+            q = quantized[t, i]
+            if q != 0:
+                component = order[i]
+                if component < rank:
+                    mine[t, component] = q * widths[t]
+                else:
+                    own[t, component - rank] = q * widths[t]
+                    used[t, layer_of[component - rank]] = True

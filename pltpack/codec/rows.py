@@ -1,0 +1,154 @@
+"""Between a unit's arrays and its rows: un-rotated float32 ``[T, rows]``, layer after layer, keys then values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numba
+import numpy as np
+
+from pltpack.codec.base import KeyValue
+from pltpack.codec.rope import Rotation
+from pltpack.snapshot import Identity, LayerGeometry
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+
+
+def to_rows(
+    arrays: Sequence[KeyValue], layers: Sequence[LayerGeometry], identity: Identity, position: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a unit's tokens, and which tokens are finite throughout.
+
+    Parameters
+    ----------
+    arrays : sequence of (ndarray, ndarray)
+        Per layer keys ``[H, T, D_k]`` and values ``[H, T, D_v]`` in the stored dtype.
+    layers : sequence of LayerGeometry
+    identity : Identity
+    position : int
+        Of the first token.
+
+    Returns
+    -------
+    rows : ndarray
+        float32 ``[T, rows]``; 0 in tokens that are not finite.
+    finite : ndarray
+        bool ``[T]``.
+    """
+    tokens = arrays[0][0].shape[1]
+    rows = np.empty((tokens, sum(layer.elements_per_token for layer in layers)), np.float32)
+    at = 0
+    for (keys, values), layer in zip(arrays, layers, strict=True):
+        rotation = Rotation.of(identity.rope, identity.keys, layer.k_dim)
+        width = layer.heads * layer.k_dim
+        _put(keys.astype(np.float32), rotation, position, rows[:, at : at + width])
+        at += width
+        width = layer.heads * layer.v_dim
+        _put(values.astype(np.float32), None, position, rows[:, at : at + width])
+        at += width
+    # Squares of what may still be coded must not overflow.
+    finite = np.abs(rows).max(axis=1, initial=0) < 1e15
+    rows[~finite] = 0
+    return rows, finite
+
+
+def _put(x: np.ndarray, rotation: Rotation | None, position: int, out: np.ndarray) -> None:
+    if rotation is None:
+        out[:] = x.transpose(1, 0, 2).reshape(out.shape)
+        return
+    cos, sin = rotation.tables(position, x.shape[1])
+    _unrotate(np.ascontiguousarray(x), cos, sin, rotation.interleaved, out)
+
+
+def from_rows(
+    rows: np.ndarray, out: Sequence[KeyValue], layers: Sequence[LayerGeometry], identity: Identity, position: int
+) -> None:
+    """Inverse of `to_rows` up to rounding to the stored dtype, into `out`."""
+    at = 0
+    for (keys, values), layer in zip(out, layers, strict=True):
+        rotation = Rotation.of(identity.rope, identity.keys, layer.k_dim)
+        for array, turn in ((keys, rotation), (values, None)):
+            width = layer.heads * array.shape[2]
+            _take(rows[:, at : at + width], turn, position, array)
+            at += width
+
+
+def _take(rows: np.ndarray, rotation: Rotation | None, position: int, out: np.ndarray) -> None:
+    heads, tokens, dim = out.shape
+    if rotation is None:
+        cos = sin = np.zeros((tokens, 0), np.float32)
+        interleaved = False
+    else:
+        cos, sin = rotation.tables(position, tokens)
+        interleaved = rotation.interleaved
+    if out.dtype == _BF16:
+        _rotate_bf16(rows, cos, sin, interleaved, out.view(np.uint16))
+        return
+    wide = np.empty((heads, tokens, dim), np.float32)
+    _rotate(rows, cos, sin, interleaved, wide)
+    with np.errstate(over="ignore"):
+        limit = float(ml_dtypes.finfo(out.dtype).max)
+        out[:] = np.clip(wide, -limit, limit).astype(out.dtype)
+
+
+@_jit
+def _unrotate(x: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
+    heads, tokens, dim = x.shape
+    half = cos.shape[1]
+    for h in range(heads):
+        base = h * dim
+        for t in range(tokens):
+            for i in range(half):
+                a = 2 * i if interleaved else i
+                b = 2 * i + 1 if interleaved else i + half
+                u, v = x[h, t, a], x[h, t, b]
+                out[t, base + a] = u * cos[t, i] + v * sin[t, i]
+                out[t, base + b] = v * cos[t, i] - u * sin[t, i]
+            for i in range(2 * half, dim):
+                out[t, base + i] = x[h, t, i]
+
+
+@_jit
+def _rotate(rows: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
+    heads, tokens, dim = out.shape
+    half = cos.shape[1]
+    for h in range(heads):
+        base = h * dim
+        for t in range(tokens):
+            for i in range(half):
+                a = 2 * i if interleaved else i
+                b = 2 * i + 1 if interleaved else i + half
+                u, v = rows[t, base + a], rows[t, base + b]
+                out[h, t, a] = u * cos[t, i] - v * sin[t, i]
+                out[h, t, b] = v * cos[t, i] + u * sin[t, i]
+            for i in range(2 * half, dim):
+                out[h, t, i] = rows[t, base + i]
+
+
+@_jit
+def _rotate_bf16(rows: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
+    heads, tokens, dim = out.shape
+    half = cos.shape[1]
+    line = np.empty(dim, np.float32)
+    words = line.view(np.uint32)
+    for h in range(heads):
+        base = h * dim
+        for t in range(tokens):
+            for i in range(half):
+                a = 2 * i if interleaved else i
+                b = 2 * i + 1 if interleaved else i + half
+                u, v = rows[t, base + a], rows[t, base + b]
+                line[a] = u * cos[t, i] - v * sin[t, i]
+                line[b] = v * cos[t, i] + u * sin[t, i]
+            for i in range(2 * half, dim):
+                line[i] = rows[t, base + i]
+            for i in range(dim):
+                word = words[i]
+                # Rounding up the largest finite numbers would make infinities.
+                rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+                if (rounded & np.uint32(0x7F80)) == np.uint32(0x7F80):
+                    rounded = (word >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7F7F)
+                out[h, t, i] = np.uint16(rounded)

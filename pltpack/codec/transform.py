@@ -1,0 +1,230 @@
+"""The calibrated transform codec: un-rotate, whiten by sensitivity, KLT over layers, a step per token, static rANS.
+
+Bitstream: spec/codecs.md, section "transform"; the profile: spec/profile.md. The transform is the KVTC recipe's
+(arXiv 2511.01815) with error weighed by the Fisher information of what the model predicts instead of by variance, with
+keys and values of all layers of a group in one basis, and with a second basis a layer for what the first one leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pltpack.codec import coefficients, exact_tokens, importance, rate
+from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Unit
+from pltpack.codec.bases import Bases, GroupBases
+from pltpack.codec.coefficients import Order
+from pltpack.codec.payload import Reader
+from pltpack.codec.profile import Profile
+from pltpack.codec.rows import from_rows, to_rows
+from pltpack.snapshot import Identity, LayerGeometry, Snapshot
+
+_HEADER = struct.Struct("<BhH")
+_FLAG_REFERENCE = 1
+#: Token class of a token that is stored exactly.
+EXACT = importance.CLASSES
+#: Base step without a target, in whitened units.
+DEFAULT_STEP = 1.0
+
+
+class TransformCodec(Codec):
+    """The calibrated transform codec.
+
+    Parameters
+    ----------
+    step : float, optional
+        Step of an ordinary token in whitened units (the profile's mean standard deviation of keys is 1).
+    target_kl : float, optional
+        Instead: the KL divergence in nats that the profile should predict, session by session.
+    target_bits : float, optional
+        Instead: bits per element, session by session.
+    """
+
+    codec_id: ClassVar[str] = "transform"
+    spans: ClassVar[bool] = True
+    calibrated: ClassVar[bool] = True
+
+    def __init__(
+        self, step: float | None = None, target_kl: float | None = None, target_bits: float | None = None
+    ) -> None:
+        given = [value for value in (step, target_kl, target_bits) if value is not None]
+        if len(given) > 1 or not all(isinstance(v, int | float) and 1e-6 <= v <= 1e6 for v in given):
+            raise ValueError("transform takes one of step, target_kl and target_bits, a positive number")
+        self._config = {"step": step, "target_kl": target_kl, "target_bits": target_bits}
+        self._log_step = rate.log_of(DEFAULT_STEP if step is None else step)
+        self._classes: np.ndarray | None = None
+
+    def get_config(self) -> dict[str, Any]:
+        """See `Codec.get_config`."""
+        return {key: value for key, value in self._config.items() if value is not None}
+
+    def learn(self, samples: Samples, identity: Identity) -> dict[str, np.ndarray]:
+        """A profile is learnt by calibration, not from the sessions."""
+        raise ValueError("the transform codec needs a profile (pltpack calibrate makes one)")
+
+    def start(self, state: State, identity: Identity) -> None:
+        """Check a profile and prepare its matrices."""
+        self._profile = Profile(state, identity.layers)
+        self._identity = identity
+        self._tables = self._profile.coder
+        self._bases = Bases(self._profile)
+
+    @property
+    def profile(self) -> Profile:
+        """The started profile."""
+        return self._profile
+
+    def all_bases(self) -> Iterator[GroupBases]:
+        """The bases of all layer groups, in order."""
+        yield from self._bases
+
+    def layer_groups(self, layers: int) -> list[range]:
+        """See `Codec.layer_groups`."""
+        return [range(group.start, group.stop) for group in self._profile.groups]
+
+    def prepare(self, snapshot: Snapshot, cuts: Sequence[int] = ()) -> TransformCodec:
+        """See `Codec.prepare`: the classes of all tokens of a session, and the step that meets the target."""
+        out = copy.copy(self)
+        out._classes = rate.token_classes(self._profile, snapshot, cuts)
+        goal = {key: value for key, value in self.get_config().items() if key != "step"}
+        if goal and len(snapshot):
+            out._log_step = rate.choose(self, snapshot, out._classes, **goal)
+        return out
+
+    def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
+        """See `Codec.encode`; only where a layer is a group of its own."""
+        return self.encode_span(unit, [(keys, values)], None if reference is None else [reference])
+
+    def decode(
+        self, payload: memoryview, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None
+    ) -> None:
+        """See `Codec.decode`; only where a layer is a group of its own."""
+        self.decode_span(payload, unit, [(keys, values)], None if reference is None else [reference])
+
+    def encode_span(self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None) -> bytes:
+        """See `Codec.encode_span`."""
+        bases, layers = self._bases_of(unit), _geometries(unit)
+        bits = exact_rows(arrays)
+        rows, finite = to_rows(arrays, layers, self._identity, unit.position)
+        rows -= self._center(bases, layers, unit, reference)
+        classes = self._unit_classes(unit)
+        exact = ~finite | (np.arange(unit.position, unit.position + unit.tokens) < SINK_TOKENS)
+        rows[exact] = 0
+        found = bases.analyse(rows)
+        steps = rate.steps(self._log_step)
+        exact |= ~(np.abs(found) < coefficients.MAX_VALUE * 0.5 * rate.value_of(steps[classes])[:, None]).all(axis=1)
+        classes = np.where(exact, EXACT, classes)
+        quantized = bases.quantize(found, classes, steps)
+        order = Order.of(bases.logs, steps, classes, self._tables)
+        marks = np.flatnonzero(exact).astype("<u2")
+        header = _HEADER.pack(_FLAG_REFERENCE * (reference is not None), self._log_step, len(marks))
+        parts = [header, marks.tobytes(), pack_nibbles(np.where(exact, 0, classes)),
+                 coefficients.encode(quantized, order, self._tables)]  # fmt: skip
+        if len(marks):
+            at = unit.position + marks.astype(np.int64)
+            parts.append(exact_tokens.encode(bits[exact], at, *self._exact_layout(bases, layers), self._tables))
+        return b"".join(parts)
+
+    def decode_span(
+        self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
+    ) -> None:
+        """See `Codec.decode_span`."""
+        bases, layers = self._bases_of(unit), _geometries(unit)
+        reader = Reader(payload)
+        flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
+        if flags not in (0, _FLAG_REFERENCE) or bool(flags) != (reference is not None):
+            raise ValueError("unit has unknown flags, or a reference where there should be none")
+        if abs(log_step) > rate.MAX_LOG_STEP:
+            raise ValueError("unit has a step out of range")
+        marks = reader.array(count, "<u2").astype(np.int64)
+        if count and (marks[-1] >= unit.tokens or (np.diff(marks) <= 0).any()):
+            raise ValueError("exact tokens are out of order")
+        classes = unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
+        classes[marks] = EXACT
+        steps = rate.steps(log_step)
+        order = Order.of(bases.logs, steps, classes, self._tables)
+        quantized = coefficients.decode(reader, order, self._tables, (unit.tokens, len(bases.logs)))
+        rows = bases.synthesize(quantized, order, classes, steps)
+        rows += self._center(bases, layers, unit, reference)
+        from_rows(rows, out, layers, self._identity, unit.position)
+        if count:
+            self._decode_exact(reader, bases, layers, unit.position + marks, marks, out)
+        reader.end()
+
+    def _decode_exact(
+        self,
+        reader: Reader,
+        bases: GroupBases,
+        layers: Sequence[LayerGeometry],
+        positions: np.ndarray,
+        marks: np.ndarray,
+        out: Sequence[KeyValue],
+    ) -> None:
+        bits = exact_rows([(keys[:, marks], values[:, marks]) for keys, values in out])
+        exact_tokens.decode(reader, bits, positions, *self._exact_layout(bases, layers), self._tables)
+        at = 0
+        for (keys, values), layer in zip(out, layers, strict=True):
+            for array, width in ((keys, layer.heads * layer.k_dim), (values, layer.heads * layer.v_dim)):
+                part = bits[:, at : at + width].reshape(len(marks), layer.heads, -1).transpose(1, 0, 2)
+                array[:, marks] = np.ascontiguousarray(part).view(array.dtype)
+                at += width
+
+    def _exact_layout(
+        self, bases: GroupBases, layers: Sequence[LayerGeometry]
+    ) -> tuple[list[int], np.ndarray | None]:
+        runs = [layer.heads * width for layer in layers for width in (layer.k_dim, layer.v_dim)]
+        usable = {layer.dtype for layer in layers} == {"BF16"}
+        group = bases.group
+        return runs, self._profile.sink_bits[:, :, group.first : group.last] if usable else None
+
+    def _bases_of(self, unit: Unit) -> GroupBases:
+        return self._bases.of(range(unit.layer, unit.layer + len(_geometries(unit))))
+
+    def _center(
+        self,
+        bases: GroupBases,
+        layers: Sequence[LayerGeometry],
+        unit: Unit,
+        reference: Sequence[KeyValue] | None,
+    ) -> np.ndarray:
+        if reference is None:
+            return bases.mean
+        rows, _ = to_rows(reference, layers, self._identity, unit.position)
+        return rows
+
+    def _unit_classes(self, unit: Unit) -> np.ndarray:
+        if self._classes is None:
+            return np.full(unit.tokens, importance.ORDINARY, np.int64)
+        return self._classes[unit.position : unit.position + unit.tokens].astype(np.int64)
+
+
+def _geometries(unit: Unit) -> Sequence[LayerGeometry]:
+    return unit.layers or (unit.geometry,)
+
+
+def exact_rows(arrays: Sequence[KeyValue]) -> np.ndarray:
+    """Bits of a unit's tokens, ``[T, rows]``, keys as they are stored; a copy, of the widest of the dtypes."""
+    parts = []
+    for keys, values in arrays:
+        for array in (keys, values):
+            kind = np.dtype(f"u{array.dtype.itemsize}")
+            parts.append(np.ascontiguousarray(array.transpose(1, 0, 2)).view(kind).reshape(array.shape[1], -1))
+    return np.concatenate(parts, axis=1)
+
+
+def pack_nibbles(values: np.ndarray) -> bytes:
+    """Numbers below 16, two a byte, the first in the low half."""
+    padded = np.zeros((len(values) + 1) // 2 * 2, np.uint8)
+    padded[: len(values)] = values
+    return (padded[::2] | padded[1::2] << 4).tobytes()
+
+
+def unpack_nibbles(data: memoryview, count: int) -> np.ndarray:
+    """Inverse of `pack_nibbles`: int64."""
+    raw = np.frombuffer(data, np.uint8)
+    found: np.ndarray = np.stack([raw & 15, raw >> 4], axis=1).reshape(-1)[:count].astype(np.int64)
+    return found

@@ -1,0 +1,101 @@
+"""How predicted distortion becomes KL divergence: windows coded by the real codec, rebuilt, and felt by the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pltpack.codec import rate
+from pltpack.codec.base import State, Unit
+from pltpack.codec.transform import TransformCodec
+from pltpack.dumps.dynamic_cache import from_dynamic_cache
+from pltpack.quality.model import Model, prefill, torch_dtype
+from pltpack.quality.scoring import compare, log_probabilities
+from pltpack.snapshot import Identity, MemorySource, Snapshot
+
+#: Base steps that are coded, in whitened units: about those of the tiers.
+STEPS = (0.5, 0.9, 1.5)
+#: Windows that are coded.
+WINDOWS = 6
+
+
+def measure(
+    model: Model,
+    arrays: State,
+    identity: Identity,
+    windows: Sequence[np.ndarray],
+    cut: int,
+    stage: Callable[[str, int, int], None],
+) -> tuple[list[float], list[dict[str, float]]]:
+    """Measure a and c of ``log2 KL = a + c log2 D``.
+
+    Parameters
+    ----------
+    model : Model
+    arrays : mapping of str to ndarray
+        A profile; its own prediction is not looked at.
+    identity : Identity
+        Of BF16 caches.
+    windows : sequence of ndarray
+        Token ids; the first `cut` are cached, the others are read after them.
+    cut : int
+    stage : callable
+        ``stage(name, done, total)``.
+
+    Returns
+    -------
+    (list of float, list of dict)
+        ``[a, c]``, and ``step``, ``distortion`` and ``kl`` (nats per token) of what was measured.
+    """
+    codecs = [_codec(arrays, identity, step) for step in STEPS]
+    distortion, kl = np.zeros((len(STEPS), len(windows))), np.zeros((len(STEPS), len(windows)))
+    for number, tokens in enumerate(windows):
+        snapshot = _capture(model, tokens[:cut], identity)
+        text = tokens[cut:]
+        before = log_probabilities(model.network, snapshot, text)
+        for index, codec in enumerate(codecs):
+            stage("kl", number * len(STEPS) + index, len(windows) * len(STEPS))
+            classes = rate.token_classes(codec.profile, snapshot, ())
+            distortion[index, number] = rate.Probe(codec, snapshot, classes).distortion(rate.log_of(STEPS[index]))
+            after = log_probabilities(model.network, rebuild(codec, snapshot), text)
+            kl[index, number] = compare(before, after, text)["kl"]
+    d, k = np.maximum(distortion.mean(axis=1), 1e-30), np.maximum(kl.mean(axis=1), 1e-12)
+    measured = [dict(zip(("step", "distortion", "kl"), row, strict=True)) for row in zip(STEPS, d.tolist(), k.tolist(),
+                                                                                         strict=True)]  # fmt: skip
+    return fit_line(np.log2(d), np.log2(k)), measured
+
+
+def fit_line(x: np.ndarray, y: np.ndarray) -> list[float]:
+    """``[a, c]`` of the least squares line ``y = a + c x``; of slope 1 where the points do not say."""
+    spread = float(((x - x.mean()) ** 2).sum())
+    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread if spread > 0.01 else 1.0
+    slope = float(np.clip(slope, 0.5, 2.0))
+    return [round(float(y.mean() - slope * x.mean()), 6), round(slope, 6)]
+
+
+def rebuild(codec: TransformCodec, snapshot: Snapshot) -> Snapshot:
+    """A snapshot through the codec and back, one unit a layer group."""
+    prepared = codec.prepare(snapshot)
+    layers, out = snapshot.identity.layers, []
+    for group in prepared.layer_groups(len(layers)):
+        arrays = [snapshot.layer(index, 0, len(snapshot)) for index in group]
+        unit = Unit(group.start, layers[group.start], 0, len(snapshot), layers=tuple(layers[group.start : group.stop]))
+        rebuilt = [(np.empty_like(keys, order="C"), np.empty_like(values, order="C")) for keys, values in arrays]
+        prepared.decode_span(memoryview(prepared.encode_span(unit, arrays)), unit, rebuilt)
+        out += rebuilt
+    return Snapshot(snapshot.session, snapshot.tokens, snapshot.identity, MemorySource(out))
+
+
+def _codec(arrays: State, identity: Identity, step: float) -> TransformCodec:
+    codec = TransformCodec(step=step)
+    codec.start(arrays, identity)
+    return codec
+
+
+def _capture(model: Model, tokens: np.ndarray, identity: Identity) -> Snapshot:
+    cache = prefill(model, tokens)
+    dtype = torch_dtype("BF16")
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    return from_dynamic_cache(cache, tokens, "calibration", identity)
