@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from pltpack_cli.calibrate import calibrate
 from pltpack_cli.capture import capture
 from pltpack_cli.completion import completion
 from pltpack_cli.compress import append, compress
@@ -19,8 +20,8 @@ from pltpack_cli.transfer import export_session, import_session
 from pltpack_cli.verify import verify
 
 COMMANDS = (
-    compress, append, decompress, inspect, verify, compact, gc, export_session, import_session, capture, score,
-    completion,
+    compress, append, decompress, inspect, verify, compact, gc, export_session, import_session, capture,
+    calibrate, score, completion,
 )  # fmt: skip
 
 

@@ -1,5 +1,4 @@
-"""Profile files: what calibration learned, as one safetensors file (spec/profile.md), found by digest where an archive
-refers to it."""
+"""Profile files: what calibration learned, as one safetensors file (spec/profile.md), found by digest."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ PathLike = str | os.PathLike[str]
 
 
 def digest(arrays: State) -> str:
-    """SHA-256 (hex) of a profile: of ``[name, dtype, shape]`` as JSON, a newline, and the bytes, array by array by name."""
+    """SHA-256 (hex) of a profile: by name, each array's ``[name, dtype, shape]`` as JSON, a newline, and its bytes."""
     found = hashlib.sha256()
     for name in sorted(arrays):
         array = _little(arrays[name])

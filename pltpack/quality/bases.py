@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-#: Steps of the entries over 1/σ, in whitened units (mean variance of keys: 1).
-SHARED_STEP = 2e-3
-LOCAL_STEP = 4e-3
-#: Coarsest step of a component's entries in parts of their root mean square.
-COARSEST = 0.5
+#: Step of a shared component's entries over 1/σ, in whitened units (mean variance of keys: 1).
+STEP = 2e-3
+#: Coarsest step of a component's entries in parts of their root mean square, for the shared and for the layers' own.
+COARSEST, COARSEST_LOCAL = 0.5, 0.3
 _ITERATIONS = 2
 
 
 def top_components(covariance: np.ndarray, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Largest eigenvalues, float32 ``[count]`` falling, and eigenvectors, ``[rows, count]``, nearly (Halko, Martinsson
-    & Tropp, arXiv 0909.4061: subspace iteration from a random start)."""
+    """Largest eigenvalues, float32 ``[count]`` falling, and nearly their eigenvectors, ``[rows, count]``.
+
+    Subspace iteration from a random start (Halko, Martinsson & Tropp, arXiv 0909.4061).
+    """
     rows = len(covariance)
     if count > rows // 3:
         values, vectors = np.linalg.eigh(covariance)
@@ -32,8 +33,8 @@ def top_components(covariance: np.ndarray, count: int, seed: int = 0) -> tuple[n
     return values[::-1].copy(), basis @ vectors[:, ::-1]
 
 
-def residual_components(block: np.ndarray, shared: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All eigenvalues and eigenvectors (columns) of a layer's covariance without what the shared basis explains.
+def residual_components(block: np.ndarray, shared: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Eigenvectors (columns), strongest first, of a layer's covariance without what the shared basis explains.
 
     Parameters
     ----------
@@ -45,12 +46,13 @@ def residual_components(block: np.ndarray, shared: np.ndarray, values: np.ndarra
         Their eigenvalues.
     """
     left = block - (shared * values) @ shared.T
-    found, vectors = np.linalg.eigh((left + left.T) / 2)
-    return np.maximum(found[::-1], 0), vectors[:, ::-1]
+    _, vectors = np.linalg.eigh((left + left.T) / 2)
+    found: np.ndarray = vectors[:, ::-1]
+    return found
 
 
-def quantize(components: np.ndarray, deviation: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize a basis.
+def quantize_shared(components: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize a shared basis.
 
     Parameters
     ----------
@@ -58,17 +60,25 @@ def quantize(components: np.ndarray, deviation: np.ndarray, step: float) -> tupl
         float32 ``[components, rows]``.
     deviation : ndarray
         σ of each component's coefficients.
-    step : float
-        Step of the entries where σ is 1; at least what the largest entry of a component needs to fit int8.
 
     Returns
     -------
     (ndarray, ndarray)
         int8 entries, and the float32 scale of each component.
     """
+    return _quantized(components, np.minimum(STEP / np.maximum(deviation, 1e-6), COARSEST * _typical(components)))
+
+
+def quantize_local(components: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize a layer's own basis, as `quantize_shared` does."""
+    return _quantized(components, COARSEST_LOCAL * _typical(components))
+
+
+def _typical(components: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.einsum("ij,ij->i", components, components) / components.shape[1])
+
+
+def _quantized(components: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     largest = np.abs(components).max(axis=1)
-    typical = np.sqrt(np.einsum("ij,ij->i", components, components) / components.shape[1])
-    wanted = np.minimum(step / np.maximum(deviation, 1e-6), COARSEST * typical)
-    scale = np.maximum(np.maximum(wanted, largest / 127), 1e-12).astype(np.float32)
-    entries = np.clip(np.rint(components / scale[:, None]), -127, 127).astype(np.int8)
-    return entries, scale
+    scale = np.maximum(np.maximum(step, largest / 127), 1e-12).astype(np.float32)
+    return np.clip(np.rint(components / scale[:, None]), -127, 127).astype(np.int8), scale

@@ -37,7 +37,7 @@ def cut_windows(files: Sequence[str | os.PathLike[str]], tokenizer: Any, count: 
     room = [len(ids) // window for ids in texts]
     if not any(room):
         longest = max(len(ids) for ids in texts)
-        raise UnsupportedError(f"calibration text of {longest:,} tokens is shorter than a window of {window:,}", files[0])
+        raise UnsupportedError(f"has {longest:,} tokens, fewer than a window of {window:,}", files[0])
     found = [part for ids, share in zip(texts, _shares(room, count), strict=True) for part in _cut(ids, share, window)]
     windows = np.stack(found).astype(np.int32)
     start = _start_token(tokenizer)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pltpack.codec import importance, rans
-from pltpack.codec.coefficients import CLASS_WIDTH, ESCAPE, LARGEST, raw_bits
-from pltpack.codec.profile import OCTAVE, SYMBOLS
+from pltpack.codec.coefficients import CLASS_WIDTH, ESCAPE, LARGEST, OCTAVE, SYMBOLS, raw_bits
 
 #: Base steps at which coefficients are quantized for the tables, in whitened units.
 STEPS = (0.35, 0.6, 1.0, 1.5)

@@ -12,8 +12,10 @@ from pltpack.codec.transform import TransformCodec
 from pltpack.dumps.dynamic_cache import from_dynamic_cache
 from pltpack.quality.model import Model, prefill, torch_dtype
 from pltpack.quality.scoring import compare, log_probabilities
-from pltpack.snapshot import Identity, MemorySource, Snapshot
+from pltpack.snapshot import Identity, Snapshot
 
+#: ``[a, c]`` where nothing was measured.
+UNKNOWN = [0.0, 1.0]
 #: Base steps that are coded, in whitened units: about those of the tiers.
 STEPS = (0.5, 0.9, 1.5)
 #: Windows that are coded.
@@ -34,7 +36,7 @@ def measure(
     ----------
     model : Model
     arrays : mapping of str to ndarray
-        A profile; its own prediction is not looked at.
+        A profile whose prediction is `UNKNOWN`.
     identity : Identity
         Of BF16 caches.
     windows : sequence of ndarray
@@ -57,7 +59,8 @@ def measure(
         for index, codec in enumerate(codecs):
             stage("kl", number * len(STEPS) + index, len(windows) * len(STEPS))
             classes = rate.token_classes(codec.profile, snapshot, ())
-            distortion[index, number] = rate.Probe(codec, snapshot, classes).distortion(rate.log_of(STEPS[index]))
+            # Without a fit, what the profile predicts is the distortion itself.
+            distortion[index, number] = rate.Probe(codec, snapshot, classes).kl(rate.log_of(STEPS[index]))
             after = log_probabilities(model.network, rebuild(codec, snapshot), text)
             kl[index, number] = compare(before, after, text)["kl"]
     d, k = np.maximum(distortion.mean(axis=1), 1e-30), np.maximum(kl.mean(axis=1), 1e-12)
@@ -84,7 +87,7 @@ def rebuild(codec: TransformCodec, snapshot: Snapshot) -> Snapshot:
         rebuilt = [(np.empty_like(keys, order="C"), np.empty_like(values, order="C")) for keys, values in arrays]
         prepared.decode_span(memoryview(prepared.encode_span(unit, arrays)), unit, rebuilt)
         out += rebuilt
-    return Snapshot(snapshot.session, snapshot.tokens, snapshot.identity, MemorySource(out))
+    return Snapshot.from_arrays(snapshot.session, snapshot.tokens, out, snapshot.identity)
 
 
 def _codec(arrays: State, identity: Identity, step: float) -> TransformCodec:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from pltpack.codec import importance
 from pltpack.codec.base import SINK_TOKENS
-from pltpack.codec.profile import rows_of
+from pltpack.codec.dual import dual
 from pltpack.errors import UnsupportedError
 from pltpack.quality import bases, entropy_fit, importance_fit, sensitivity
 from pltpack.quality.rows import Blocks, log_norms
@@ -33,6 +34,14 @@ class Fitted:
     floor: int
     layer_group: int
     importance: importance_fit.Fit | None
+
+
+class _Group:
+    """Rows ``first … last - 1``, their quantized shared basis, and what coefficients are made with."""
+
+    def __init__(self, first: int, last: int, shared: np.ndarray, own_duals: list[np.ndarray]) -> None:
+        self.first, self.last, self.shared, self.own_duals = first, last, shared, own_duals
+        self.dual = dual(shared)
 
 
 def group_size(blocks: Blocks, wanted: int | None) -> int:
@@ -159,7 +168,7 @@ class Fitter:
         shared, scales, ranks = [], [], []
         local: list[np.ndarray] = []
         local_scales = []
-        self.groups: list[tuple[int, int, np.ndarray, list[np.ndarray]]] = []
+        self.groups: list[_Group] = []
         spans = _spans(self.blocks, self.layer_group)
         for first, last in spans:
             covariance = self._covariance(first, last)
@@ -167,26 +176,26 @@ class Fitter:
             self._stage("basis", 0, 1)
             values, vectors = bases.top_components(covariance, rank)
             deviation = np.sqrt(np.maximum(values, 0))
-            entries, scale = bases.quantize(np.ascontiguousarray(vectors.T), deviation, bases.SHARED_STEP)
+            entries, scale = bases.quantize_shared(np.ascontiguousarray(vectors.T), deviation)
             own = []
             for a, b in self._layers(first, last):
                 at = slice(a - first, b - first)
-                found, columns = bases.residual_components(covariance[at, at], vectors[at], values)
-                quantized, own_scale = bases.quantize(np.ascontiguousarray(columns.T), np.sqrt(found), bases.LOCAL_STEP)
+                columns = bases.residual_components(covariance[at, at], vectors[at], values)
+                quantized, own_scale = bases.quantize_local(np.ascontiguousarray(columns.T))
                 local.append(quantized.reshape(-1))
                 local_scales.append(own_scale)
-                own.append(quantized * own_scale[:, None])
+                own.append(dual(quantized * own_scale[:, None]))
             shared.append(entries.reshape(-1))
             scales.append(scale)
             ranks.append(rank)
-            self.groups.append((first, last, entries * scale[:, None], own))
+            self.groups.append(_Group(first, last, entries * scale[:, None], own))
         self.arrays["basis.rank"] = np.array(ranks, "<u4")
         self.arrays["basis"], self.arrays["basis.scale"] = np.concatenate(shared), np.concatenate(scales)
         self.arrays["local"], self.arrays["local.scale"] = np.concatenate(local), np.concatenate(local_scales)
 
     def _layers(self, first: int, last: int) -> list[tuple[int, int]]:
         edges = [row for row in self.blocks.layer_rows if first <= row <= last]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(itertools.pairwise(edges))
 
     def _covariance(self, first: int, last: int) -> np.ndarray:
         """Covariance of the whitened rows of a group, float32."""
@@ -209,23 +218,23 @@ class Fitter:
 
     def coefficients(self, rows: np.ndarray, group: int) -> np.ndarray:
         """Coefficients of un-rotated rows ``[T, rows of the group]``: shared ones, then the layers' own."""
-        first, last, shared, own = self.groups[group]
-        white = self._white(rows, first)
-        found = [white @ shared.T]
-        white -= found[0] @ shared
-        for (a, b), basis in zip(self._layers(first, last), own, strict=True):
-            found.append(white[:, a - first : b - first] @ basis.T)
+        parts = self.groups[group]
+        white = self._white(rows, parts.first)
+        found = [white @ parts.dual.T]
+        white -= found[0] @ parts.shared
+        for (a, b), own in zip(self._layers(parts.first, parts.last), parts.own_duals, strict=True):
+            found.append(white[:, a - parts.first : b - parts.first] @ own.T)
         return np.concatenate(found, axis=1)
 
     def _scales_and_tables(self) -> int:
         chosen = np.unique(np.linspace(0, self.windows.count - 1, TABLE_WINDOWS).round().astype(int))
         classes = {i: importance.classes(importance.predict(self.weights, self._features(i, None))) for i in chosen}
         shared_logs, local_logs, counts = [], [], np.zeros(0)
-        for group, (first, last, shared, _) in enumerate(self.groups):
+        for group, parts in enumerate(self.groups):
             found = {}
             for done, index in enumerate(chosen):
                 self._stage("tables", group * len(chosen) + done, len(self.groups) * len(chosen))
-                found[index] = self.coefficients(self.windows.rows(index, part=slice(first, last)), group)
+                found[index] = self.coefficients(self.windows.rows(index, part=slice(parts.first, parts.last)), group)
             mean = sum(np.abs(c).sum(axis=0, dtype=np.float64) for c in found.values())
             logs = entropy_fit.as_logs(mean / sum(map(len, found.values())))
             counter = entropy_fit.Counter(logs)
@@ -233,8 +242,8 @@ class Fitter:
                 for step in entropy_fit.STEPS:
                     counter.add(coefficients, classes[index], step)
             counts = counter.counts + (counts if counts.size else 0)
-            shared_logs.append(logs[: len(shared)])
-            local_logs.append(logs[len(shared) :])
+            shared_logs.append(logs[: len(parts.shared)])
+            local_logs.append(logs[len(parts.shared) :])
         counter.counts = counts
         self.arrays["basis.log"], self.arrays["local.log"] = np.concatenate(shared_logs), np.concatenate(local_logs)
         self.arrays["tables"], floor = counter.tables()

@@ -76,7 +76,9 @@ def joined(keys: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> np.ndarr
 
 def parted(rows: np.ndarray, layers: Sequence[LayerGeometry]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Inverse of `joined`."""
-    keys, values, at = [], [], 0
+    keys: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    at = 0
     for layer in layers:
         for side, width in ((keys, layer.k_dim), (values, layer.v_dim)):
             part = rows[:, at : at + layer.heads * width]

@@ -1,4 +1,4 @@
-"""What the model feels of an error, per layer and head: F = E[g gᵀ] over tokens of equal say, its root and inverse root.
+"""What the model feels of an error, per layer and head: F = E[g gᵀ] over tokens of equal say, and its roots.
 
 Some tokens' gradients are a thousand times as large as others'. In a plain mean a few of them would decide; here each
 token's gᵀF⁻¹g enters with the power `EQUALITY`, and F is the fixed point of that (in the manner of Tyler's estimator,
