@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from pltpack.snapshot import Identity
 VERSION = "1"
 #: Environment variable: folders, separated as in PATH, that hold profiles.
 PATH_VARIABLE = "PLTPACK_PROFILE_PATH"
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"), "I8": np.dtype("i1"), "U16": np.dtype("<u2"), "I16": np.dtype("<i2"),
     "U32": np.dtype("<u4"), "I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"),
 }  # fmt: skip

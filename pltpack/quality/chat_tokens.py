@@ -28,7 +28,7 @@ def turn_ends(tokenizer: Any, *configs: Any) -> list[int]:
     for source in (tokenizer, *configs):
         ids = getattr(source, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    special = set(getattr(tokenizer, "all_special_ids", None) or ())
+    special = set(getattr(tokenizer, "all_special_ids", None) or ()) - {getattr(tokenizer, "unk_token_id", None)}
     user, reply = {"role": "user", "content": _MESSAGE}, {"role": "assistant", "content": _MESSAGE}
     for messages in ([user], [user, reply]):
         # A newline or the like may follow what ends the turn.

@@ -40,8 +40,10 @@ class Fit:
 
 def ordinary(features: int) -> dict[str, np.ndarray]:
     """Weights by which all tokens are of importance 1."""
-    shapes = {"mean": features, "scale": features, "linear": features, "hidden": (1, features), "bias": 1, "out": 1,
-              "center": 1}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "mean": (features,), "scale": (features,), "linear": (features,), "hidden": (1, features), "bias": (1,),
+        "out": (1,), "center": (1,),
+    }  # fmt: skip
     return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
 

@@ -121,8 +121,8 @@ class Fitter:
             raise UnsupportedError("too few tokens to calibrate on")
         shift = total / count
         self.arrays["mean"] = (origin + shift).astype(np.float32)
-        parts = [shift[a:b] for a, b in zip(blocks.starts[:-1], blocks.starts[1:], strict=True)]
-        return [square / count - np.outer(part, part) for square, part in zip(squares, parts, strict=True)]
+        shifts = [shift[a:b] for a, b in itertools.pairwise(blocks.starts)]
+        return [square / count - np.outer(part, part) for square, part in zip(squares, shifts, strict=True)]
 
     def _sensitivity(self, covariances: list[np.ndarray]) -> list[np.ndarray] | None:
         """Roots of F, scaled so that whitened keys have variance 1; energy of the tokens with gradients."""
@@ -229,7 +229,8 @@ class Fitter:
     def _scales_and_tables(self) -> int:
         chosen = np.unique(np.linspace(0, self.windows.count - 1, TABLE_WINDOWS).round().astype(int))
         classes = {i: importance.classes(importance.predict(self.weights, self._features(i, None))) for i in chosen}
-        shared_logs, local_logs, counts = [], [], np.zeros(0)
+        shared_logs, local_logs = [], []
+        counts: np.ndarray | None = None
         for group, parts in enumerate(self.groups):
             found = {}
             for done, index in enumerate(chosen):
@@ -241,9 +242,10 @@ class Fitter:
             for index, coefficients in found.items():
                 for step in entropy_fit.STEPS:
                     counter.add(coefficients, classes[index], step)
-            counts = counter.counts + (counts if counts.size else 0)
+            counts = counter.counts if counts is None else counts + counter.counts
             shared_logs.append(logs[: len(parts.shared)])
             local_logs.append(logs[len(parts.shared) :])
+        assert counts is not None
         counter.counts = counts
         self.arrays["basis.log"], self.arrays["local.log"] = np.concatenate(shared_logs), np.concatenate(local_logs)
         self.arrays["tables"], floor = counter.tables()
