@@ -28,6 +28,9 @@ from pltpack.snapshot import Identity, Snapshot
 DEFAULT_QUALITY = "q4"
 DEFAULT_CALIBRATED = "balanced"
 
+#: Fields in which a profile and the sessions must agree where both know them.
+PROFILE_FIELDS = ("weights", "tokenizer", "rope", "keys", "tp_rank", "tp_size")
+
 # A folder gets its lock within milliseconds of being made.
 _MAKING_SECONDS = 3600
 
@@ -98,7 +101,9 @@ def compress(
     place = new_target(out)
     snapshots = _snapshots(dumps, format, tokens)
     if of is not None:
-        of.require_same(dataclasses.replace(snapshots[0].identity, salt=None), snapshots[0].origin)
+        # A dump may know less than calibration did; its name for the model may be another.
+        asked = dataclasses.replace(of, model=None, salt=snapshots[0].identity.salt)
+        snapshots[0].identity.require_loadable(asked, PROFILE_FIELDS, snapshots[0].origin)
     with new_archive(place) as folder:
         GenerationWriter(folder, None, settings, progress or quiet).add(snapshots)
     with Archive(place, profile=external_profile) as archive:

@@ -125,7 +125,7 @@ class Archive:
             for state in range(len(library.states)):
                 if library.profile_digest(state) == digest and library.embeds(state):
                     return library.state(state)
-        return profiles.find(digest, self._profile, self.path)
+        return profiles.find(digest, self._profile, self.path)[1]
 
     def follow(self, generation: int, error: GoneError) -> None:
         """Go on in a newer generation than `generation`, or raise `error` if there is none."""

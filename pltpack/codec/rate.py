@@ -7,13 +7,14 @@ in whitened rows; a and c were measured at calibration.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numba
 import numpy as np
 
 from pltpack.codec import importance
 from pltpack.codec.base import SINK_TOKENS
-from pltpack.codec.coefficients import ESCAPE, LARGEST, Order, cost_tables
+from pltpack.codec.coefficients import Order, cost_tables
 from pltpack.codec.profile import OCTAVE, Profile
 from pltpack.codec.rows import to_rows
 from pltpack.snapshot import Snapshot
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MAX_LOG_STEP = 40 * OCTAVE
 #: Tokens from which a session's step is chosen.
 SAMPLE_TOKENS = 384
+_RUN_TOKENS = 32
 _PIECE = 2048
 #: Steps that are tried, in 1/24 octave, around 1.
 _REACH = 6 * OCTAVE
@@ -96,53 +98,72 @@ class Probe:
 
     def __init__(self, codec: TransformCodec, snapshot: Snapshot, classes: np.ndarray) -> None:
         self._profile, self._tables = codec.profile, codec.profile.coder
-        tokens = len(snapshot)
-        first = min(SINK_TOKENS, max(tokens - 1, 0))
-        count = min(tokens - first, SAMPLE_TOKENS)
-        chosen = first + np.arange(count) * (tokens - first) // max(count, 1)
-        self._classes = classes[chosen].astype(np.int64)
-        self._groups = []
+        runs = _sample(len(snapshot))
         layers, identity = codec.profile.layers, snapshot.identity
+        self._classes = np.concatenate([classes[start:stop] for start, stop in runs]).astype(np.int64)
+        self._groups = []
         for bases in codec.all_bases():
-            group = bases.group
-            rows = np.empty((count, group.last - group.first), np.float32)
-            for start in range(0, count, 32):
-                # A sampled token is read alone: a session may be far larger than the memory.
-                for place in range(start, min(start + 32, count)):
-                    at = int(chosen[place])
-                    arrays = [snapshot.layer(index, at, at + 1) for index in range(group.start, group.stop)]
-                    rows[place] = to_rows(arrays, layers[group.start : group.stop], identity, at)[0][0]
-            self._groups.append((bases, bases.analyse(rows - bases.mean)))
+            group, parts = bases.group, []
+            for start, stop in runs:
+                arrays = [snapshot.layer(index, start, stop) for index in range(group.start, group.stop)]
+                rows, finite = to_rows(arrays, layers[group.start : group.stop], identity, start)
+                rows -= bases.mean
+                rows[~finite] = 0
+                parts.append(rows)
+            self._groups.append((bases, bases.analyse(np.concatenate(parts))))
         self._elements = sum(layer.elements_per_token for layer in layers)
+        self._costs = cost_tables(self._tables)
+
+    def _measure(self, log_step: int) -> tuple[np.ndarray, float]:
+        """Squared error of each token in whitened rows, and bits of all of them."""
+        every = steps(log_step)
+        errors, bits = np.zeros(len(self._classes)), 0.0
+        for bases, found in self._groups:
+            order = Order.of(bases.logs, every, self._classes, self._tables)
+            bits += _measure(found, self._classes, value_of(every), order.bounds, self._tables.raw, self._costs, errors)
+        return errors, bits
 
     def kl(self, log_step: int) -> float:
         """Predicted KL divergence in nats."""
-        every = steps(log_step)
-        width = value_of(every)[self._classes]
-        error = np.zeros(len(self._classes))
-        for bases, found in self._groups:
-            order = Order.of(bases.logs, every, self._classes, self._tables)
-            scaled = found / width[:, None].astype(np.float32)
-            rest = scaled - np.rint(scaled)
-            dead = np.arange(found.shape[1])[None] >= order.live[self._classes][:, None]
-            np.copyto(rest, scaled, where=dead)
-            error += np.einsum("tn,tn->t", rest, rest, dtype=np.float64) * width**2
+        errors, _ = self._measure(log_step)
         weight = np.exp2(self._classes.astype(np.float64) - importance.ORDINARY)
-        mean = float((weight * error).mean()) if len(error) else 0.0
+        mean = float((weight * errors).mean()) if len(errors) else 0.0
         a, c = self._profile.about["kl"]
         return float(np.exp2(min(a + c * np.log2(max(mean, 1e-30)), 100.0)))
 
     def bits(self, log_step: int) -> float:
         """Predicted bits per element, exact tokens and headers left out."""
-        every, total = steps(log_step), 0.0
-        width = value_of(every)[self._classes].astype(np.float32)
-        costs = cost_tables(self._tables)
-        for bases, found in self._groups:
-            order = Order.of(bases.logs, every, self._classes, self._tables)
-            q = np.rint(found / width[:, None]).astype(np.int64)
-            kind = self._tables.classes(bases.logs[None] - every[self._classes][:, None])
-            high = q >> self._tables.raw[np.maximum(kind, 0)]
-            symbol = np.where(np.abs(high) <= LARGEST, np.where(high > 0, 2 * high - 1, -2 * high), ESCAPE)
-            total += float(np.where(kind >= 0, costs[np.maximum(kind, 0), symbol], 0).sum())
-            del order
-        return (total / max(len(self._classes), 1) + 4) / self._elements
+        _, bits = self._measure(log_step)
+        return (bits / max(len(self._classes), 1) + 4) / self._elements
+
+
+def _sample(tokens: int) -> list[tuple[int, int]]:
+    """Runs of tokens at even distances, the sinks left out where there are others."""
+    first = SINK_TOKENS if tokens > SINK_TOKENS else 0
+    if tokens - first <= SAMPLE_TOKENS:
+        return [(first, tokens)]
+    count = SAMPLE_TOKENS // _RUN_TOKENS
+    starts = [first + i * (tokens - first - _RUN_TOKENS) // (count - 1) for i in range(count)]
+    return [(start, start + _RUN_TOKENS) for start in starts]
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _measure(found: Any, classes: Any, widths: Any, bounds: Any, raw: Any, costs: Any, errors: Any) -> Any:
+    bits = 0.0
+    for t in range(found.shape[0]):
+        j = classes[t]
+        scale = np.float32(1 / widths[j])
+        squared = 0.0
+        for i in range(bounds[j, 0], found.shape[1]):
+            x = found[t, i] * scale
+            squared += x * x
+        for kind in range(len(raw)):
+            for i in range(bounds[j, kind + 1], bounds[j, kind]):
+                x = found[t, i] * scale
+                q = np.rint(x)
+                squared += (x - q) * (x - q)
+                high = np.int64(q) >> raw[kind]
+                symbol = (2 * high - 1 if high > 0 else -2 * high) if -31 <= high <= 31 else 63
+                bits += costs[kind, symbol]
+        errors[t] += squared * widths[j] * widths[j]
+    return bits

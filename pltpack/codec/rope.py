@@ -134,10 +134,7 @@ class Rotation:
     @classmethod
     def of(cls, rope: Mapping[str, Any] | None, keys: str | None, head_dim: int) -> Rotation | None:
         """The rotation that stored keys carry, or None when they carry none or it is not known."""
-        if keys != "rotated":
-            return None
-        freqs = frequencies(rope, head_dim)
-        if freqs is None or rope is None:
+        if keys != "rotated" or rope is None:
             return None
         return _shared(json.dumps(dict(rope), sort_keys=True), head_dim)
 
@@ -169,8 +166,7 @@ class Rotation:
 
 
 @functools.lru_cache(maxsize=32)
-def _shared(rope_json: str, head_dim: int) -> Rotation:
+def _shared(rope_json: str, head_dim: int) -> Rotation | None:
     rope = json.loads(rope_json)
     freqs = frequencies(rope, head_dim)
-    assert freqs is not None
-    return Rotation(freqs, rope.get("style", "half") == "interleaved")
+    return None if freqs is None else Rotation(freqs, rope.get("style", "half") == "interleaved")
