@@ -19,7 +19,7 @@ import numpy as np
 from pltpack.archive import profiles
 from pltpack.codec.base import SINK_TOKENS
 from pltpack.codec.profile import VERSION, pack_about
-from pltpack.codec.rows import to_rows
+from pltpack.codec.rows import from_rows, to_rows
 from pltpack.dumps import open_dumps
 from pltpack.errors import ConflictError, NotFoundError, UnsupportedError
 from pltpack.format import state
@@ -27,7 +27,7 @@ from pltpack.quality.kl_fit import UNKNOWN
 from pltpack.quality.profile_fit import Fitted, Fitter, group_size
 from pltpack.quality.rows import Blocks, joined, to_bits
 from pltpack.quality.windows import Windows
-from pltpack.snapshot import Identity, Snapshot
+from pltpack.snapshot import DTYPES, Identity, Snapshot
 
 #: Default tokens of calibration, and of a window.
 TOKENS, WINDOW = 40960, 1024
@@ -140,7 +140,8 @@ def calibrate(
     ends = turn_ends(tokenizer, loaded.config, getattr(loaded.network, "generation_config", None))
     arrays = _arrays(fitted, sinks, UNKNOWN, ends, source)
     chosen = np.unique(np.linspace(0, len(ids) - 1, kl_fit.WINDOWS).round().astype(int))
-    kl, measured = kl_fit.measure(loaded, arrays, identity, [ids[i] for i in chosen], cut, stage)
+    probes = [(_snapshot(windows, i, ids[i][:cut], identity), ids[i][cut:]) for i in chosen]
+    kl, measured = kl_fit.measure(loaded, arrays, identity, probes, stage)
     arrays["about"] = _about(fitted, kl, ends, {**source, "kl": measured})
     report = _write(output, arrays, identity, windows)
     learned = fitted.importance
@@ -240,6 +241,14 @@ def _cache(model: Any, tokens: np.ndarray) -> tuple[list[np.ndarray], list[np.nd
     keys, values = ([getattr(layer, side)[0].bfloat16().float().cpu().numpy() for layer in layers]
                     for side in ("keys", "values"))  # fmt: skip
     return keys, values
+
+
+def _snapshot(windows: Windows, index: int, tokens: np.ndarray, identity: Identity) -> Snapshot:
+    """The cache of a window's first tokens, of its stored rows."""
+    shapes = [[(layer.heads, len(tokens), width) for width in (layer.k_dim, layer.v_dim)] for layer in identity.layers]
+    out = [(np.empty(keys, DTYPES["BF16"]), np.empty(values, DTYPES["BF16"])) for keys, values in shapes]
+    from_rows(windows.rows(index, first=0)[: len(tokens)], out, identity.layers, identity, 0)
+    return Snapshot.from_arrays("calibration", tokens, out, identity)
 
 
 def _unrotated(arrays: list[tuple[np.ndarray, np.ndarray]], identity: Identity, position: int) -> np.ndarray:

@@ -9,8 +9,7 @@ import numpy as np
 from pltpack.codec import rate
 from pltpack.codec.base import State, Unit
 from pltpack.codec.transform import TransformCodec
-from pltpack.dumps.dynamic_cache import from_dynamic_cache
-from pltpack.quality.model import Model, prefill, torch_dtype
+from pltpack.quality.model import Model
 from pltpack.quality.scoring import compare, log_probabilities
 from pltpack.snapshot import Identity, Snapshot
 
@@ -19,15 +18,14 @@ UNKNOWN = [0.0, 1.0]
 #: Base steps that are coded, in whitened units: about those of the tiers.
 STEPS = (0.5, 0.9, 1.5)
 #: Windows that are coded.
-WINDOWS = 6
+WINDOWS = 4
 
 
 def measure(
     model: Model,
     arrays: State,
     identity: Identity,
-    windows: Sequence[np.ndarray],
-    cut: int,
+    probes: Sequence[tuple[Snapshot, np.ndarray]],
     stage: Callable[[str, int, int], None],
 ) -> tuple[list[float], list[dict[str, float]]]:
     """Measure a and c of ``log2 KL = a + c log2 D``.
@@ -39,9 +37,8 @@ def measure(
         A profile whose prediction is `UNKNOWN`.
     identity : Identity
         Of BF16 caches.
-    windows : sequence of ndarray
-        Token ids; the first `cut` are cached, the others are read after them.
-    cut : int
+    probes : sequence of (Snapshot, ndarray)
+        BF16 caches, and the tokens that are read after them.
     stage : callable
         ``stage(name, done, total)``.
 
@@ -51,13 +48,11 @@ def measure(
         ``[a, c]``, and ``step``, ``distortion`` and ``kl`` (nats per token) of what was measured.
     """
     codecs = [_codec(arrays, identity, step) for step in STEPS]
-    distortion, kl = np.zeros((len(STEPS), len(windows))), np.zeros((len(STEPS), len(windows)))
-    for number, tokens in enumerate(windows):
-        snapshot = _capture(model, tokens[:cut], identity)
-        text = tokens[cut:]
+    distortion, kl = np.zeros((len(STEPS), len(probes))), np.zeros((len(STEPS), len(probes)))
+    for number, (snapshot, text) in enumerate(probes):
         before = log_probabilities(model.network, snapshot, text)
         for index, codec in enumerate(codecs):
-            stage("kl", number * len(STEPS) + index, len(windows) * len(STEPS))
+            stage("kl", number * len(STEPS) + index, len(probes) * len(STEPS))
             classes = rate.token_classes(codec.profile, snapshot, ())
             # Without a fit, what the profile predicts is the distortion itself.
             distortion[index, number] = rate.Probe(codec, snapshot, classes).kl(rate.log_of(STEPS[index]))
@@ -94,11 +89,3 @@ def _codec(arrays: State, identity: Identity, step: float) -> TransformCodec:
     codec = TransformCodec(step=step)
     codec.start(arrays, identity)
     return codec
-
-
-def _capture(model: Model, tokens: np.ndarray, identity: Identity) -> Snapshot:
-    cache = prefill(model, tokens)
-    dtype = torch_dtype("BF16")
-    for layer in cache.layers:
-        layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
-    return from_dynamic_cache(cache, tokens, "calibration", identity)

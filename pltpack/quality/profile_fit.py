@@ -18,8 +18,8 @@ from pltpack.quality.windows import Windows
 
 #: Most rows of a layer group: the covariance of more would need over a gigabyte.
 MAX_GROUP_ROWS = 16384
-#: Windows from which scales and tables are counted, and every how many tokens of all enter the covariance.
-TABLE_WINDOWS, COVARIANCE_STEP = 10, 2
+#: Windows from which scales and tables are counted, every how many of their tokens, and of all for the covariance.
+TABLE_WINDOWS, TABLE_STEP, COVARIANCE_STEP = 10, 2, 3
 #: Windows whose covariance product is made at once.
 _PIECE = 4096
 
@@ -228,14 +228,15 @@ class Fitter:
 
     def _scales_and_tables(self) -> int:
         chosen = np.unique(np.linspace(0, self.windows.count - 1, TABLE_WINDOWS).round().astype(int))
-        classes = {i: importance.classes(importance.predict(self.weights, self._features(i, None))) for i in chosen}
+        classes = {i: importance.classes(importance.predict(self.weights, self._features(i, None)))[::TABLE_STEP]
+                   for i in chosen}  # fmt: skip
         shared_logs, local_logs = [], []
         counts: np.ndarray | None = None
         for group, parts in enumerate(self.groups):
-            found = {}
+            found, part = {}, slice(parts.first, parts.last)
             for done, index in enumerate(chosen):
                 self._stage("tables", group * len(chosen) + done, len(self.groups) * len(chosen))
-                found[index] = self.coefficients(self.windows.rows(index, part=slice(parts.first, parts.last)), group)
+                found[index] = self.coefficients(self.windows.rows(index, step=TABLE_STEP, part=part), group)
             mean = sum(np.abs(c).sum(axis=0, dtype=np.float64) for c in found.values())
             logs = entropy_fit.as_logs(mean / sum(map(len, found.values())))
             counter = entropy_fit.Counter(logs)
