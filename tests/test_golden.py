@@ -13,7 +13,9 @@ import pytest
 import pltpack
 from benchmarks import make_golden
 from benchmarks.golden_cases import CASES
-from pltpack.archive.segments import Library, Segment, Shard
+from pltpack.archive.library import Library
+from pltpack.archive.segments import Segment
+from pltpack.archive.shard import Shard
 from pltpack.codec.base import KeyValue, Unit
 from pltpack.format.tables import FLAG_REFERENCE
 from pltpack.snapshot import DTYPES, Snapshot

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pltpack.archive import profiles
 from pltpack.archive.encoding import Progress
 from pltpack.archive.reader import Archive
-from pltpack.archive.writer import GenerationWriter, Settings, Target
-import numpy as np
-
+from pltpack.archive.settings import Settings, Target
+from pltpack.archive.writer import GenerationWriter
 from pltpack.dumps import open_dumps
 from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError, UnsupportedError
 from pltpack.format import durable

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pltpack.archive.batch import Batch
-from pltpack.archive.segments import Library, Segment, Shard, fresh
+from pltpack.archive.library import Library
+from pltpack.archive.segments import Segment, fresh
+from pltpack.archive.shard import Shard
 from pltpack.codec.base import KeyValue
 from pltpack.errors import FormatError
 from pltpack.format.tables import FLAG_REFERENCE

@@ -10,8 +10,8 @@ import numpy as np
 
 from pltpack.archive.decoding import mapped_units
 from pltpack.archive.encoding import UnitJob, split
+from pltpack.archive.library import Library
 from pltpack.archive.sampling import TokenRange
-from pltpack.archive.segments import Library
 from pltpack.archive.sharing import Run, run_records
 from pltpack.codec.base import KeyValue
 from pltpack.snapshot import Snapshot

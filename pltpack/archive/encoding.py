@@ -89,7 +89,9 @@ class UnitJob:
         return (self.stop - self.start) * sum(layer.bytes_per_token for layer in self.geometries)
 
 
-def split(tokens: TokenRange, layers: range, block: int, base: int = 0, node: int = tables.NO_NODE) -> Iterator[UnitJob]:
+def split(
+    tokens: TokenRange, layers: range, block: int, base: int = 0, node: int = tables.NO_NODE
+) -> Iterator[UnitJob]:
     """Cut a token range of one layer group into unit jobs of whole blocks."""
     size = max(block, UNIT_TOKENS // block * block)
     end = tokens.stop + tokens.boundary

@@ -13,7 +13,8 @@ from pltpack.archive.create import PathLike, named_after, quiet, workplace
 from pltpack.archive.decoding import decode_layer
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
 from pltpack.archive.reader import Archive, check_layers, check_tokens
-from pltpack.archive.segments import Segment, Shard
+from pltpack.archive.segments import Segment
+from pltpack.archive.shard import Shard
 from pltpack.dumps import open_dumps, write_dump
 from pltpack.errors import FormatError, NotFoundError
 from pltpack.format import durable

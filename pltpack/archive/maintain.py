@@ -10,9 +10,9 @@ from typing import Any
 
 from pltpack.archive.create import PathLike, open_for_writing, quiet
 from pltpack.archive.encoding import Progress
+from pltpack.archive.files import next_library, shard_path
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
-from pltpack.archive.writer import next_library, shard_path
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, SHARD_NAME, SHARDS, Manifest
 

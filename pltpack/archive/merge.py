@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from pltpack.archive.files import container_metadata, header_reserve, session_entry
+from pltpack.archive.library import Library
 from pltpack.archive.reader import Archive
-from pltpack.archive.segments import Library, Segment, Shard, dumps_json
-from pltpack.archive.writer import container_metadata, header_reserve, session_entry
+from pltpack.archive.segments import Segment, dumps_json
+from pltpack.archive.shard import Shard
 from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import ContainerWriter

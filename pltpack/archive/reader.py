@@ -14,7 +14,9 @@ import numpy as np
 
 from pltpack.archive import profiles
 from pltpack.archive.decoding import decode_layers, one_buffer
-from pltpack.archive.segments import Library, Segment, Shard
+from pltpack.archive.library import Library
+from pltpack.archive.segments import Segment
+from pltpack.archive.shard import Shard
 from pltpack.archive.threads import together
 from pltpack.codec.base import KeyValue, State
 from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError

@@ -1,4 +1,4 @@
-"""Open library segments and shards: containers with their checked tables and started codecs."""
+"""What open library segments and shards have in common: a container with a checked unit index and started codecs."""
 
 from __future__ import annotations
 
@@ -6,38 +6,23 @@ import abc
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from pltpack.codec import registry
-from pltpack.codec.base import Codec, DecodeJob, KeyValue, State, Unit
-from pltpack.errors import FormatError, PltpackError
-from pltpack.format import state as state_format
-from pltpack.format import tables
+from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
+from pltpack.errors import FormatError
 from pltpack.format.container import FORMAT_VERSION, Container
-from pltpack.format.manifest import FileEntry, SessionEntry
+from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry
-
-
-def open_codec(codec_id: str, config: dict[str, Any], arrays: State, identity: Identity) -> Codec:
-    """Make a codec and start it with a state."""
-    codec = registry.codec(codec_id, config)
-    codec.start(arrays, identity)
-    return codec
 
 
 def fresh(layer: LayerGeometry, tokens: int) -> KeyValue:
     """Arrays for one layer's tokens, not initialized: ``[H, tokens, D_k]`` and ``[H, tokens, D_v]``."""
     dtype = DTYPES[layer.dtype]
     return (np.empty((layer.heads, tokens, layer.k_dim), dtype), np.empty((layer.heads, tokens, layer.v_dim), dtype))
-
-
-FindProfile = Callable[[str], State]
 
 
 class Segment(abc.ABC):
@@ -179,241 +164,8 @@ class Segment(abc.ABC):
         self.container.close()
 
 
-class Library(Segment):
-    """One segment of the centroid library.
-
-    Parameters
-    ----------
-    folder : Path
-        Archive folder.
-    entry : FileEntry
-        What the manifest says of it.
-    identity : Identity
-        The archive's.
-    find_profile : callable, optional
-        Gives the arrays of a profile that the segment names by digest only.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks the specification.
-    """
-
-    def __init__(
-        self, folder: Path, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None
-    ) -> None:
-        self.entry, self.identity = entry, identity
-        self._find_profile = find_profile
-        self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
-        try:
-            self._load()
-        except BaseException:
-            self.close()
-            raise
-
-    def _load(self) -> None:
-        path, metadata = self.container.path, self.container.metadata
-        self._check_kind("library")
-        self.others = _strings(tables.metadata_list(metadata, "libraries", path), path)
-        self.salts = tables.metadata_list(metadata, "salts", path)
-        _strings([salt for salt in self.salts if salt is not None], path)
-        self.states = tables.metadata_list(metadata, "states", path)
-        states = {f"codec.state.{index}" for index in range(len(self.states))}
-        self._check_names({"unit.index", "trie.nodes", "trie.tokens", *states}, {"libraries", "salts", "states"})
-        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
-        layers = len(self.identity.layers)
-        self.nodes = tables.read_nodes(self.container, self.units, layers, len(self.others), len(self.salts))
-        self.tokens = self._token_ids("trie.tokens")
-        self._codecs: dict[int, Codec] = {}
-        self._lock = threading.Lock()
-
-    def position_of(self, record: np.void) -> int:
-        """See `Segment.position_of`."""
-        return int(self.nodes[record["node"]]["position"]) + int(record["token_start"])
-
-    def codec_of(self, record: np.void) -> Codec:
-        """See `Segment.codec_of`."""
-        return self.codec(int(record["state"]))
-
-    def state_entry(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Codec name and configuration of one state.
-
-        Raises
-        ------
-        FormatError
-            If there is no such state, or its entry is malformed.
-        """
-        entry = self.states[index] if index < len(self.states) else None
-        if not (isinstance(entry, dict) and isinstance(entry.get("codec"), str)
-                and isinstance(entry.get("config"), dict)):  # fmt: skip
-            raise FormatError(f"codec state {index} is missing or malformed", self.container.path)
-        return entry["codec"], entry["config"]
-
-    def profile_digest(self, index: int) -> str | None:
-        """Digest of the profile that one state is, if it is one."""
-        self.state_entry(index)
-        digest = self.states[index].get("profile")  # type: ignore[attr-defined]
-        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
-            raise FormatError(f"codec state {index} is malformed", self.container.path)
-        return digest
-
-    def embeds(self, index: int) -> bool:
-        """Whether one state's arrays are in this segment."""
-        return len(self.container.array(f"codec.state.{index}", "U8")) > 0
-
-    def state(self, index: int) -> State:
-        """The arrays of one state: the segment's own, or a profile that it names.
-
-        Raises
-        ------
-        FormatError
-            If they are damaged.
-        NotFoundError
-            If the profile is not found.
-        """
-        digest = self.profile_digest(index)
-        if digest is not None and not self.embeds(index):
-            if self._find_profile is None:
-                raise FormatError(f"codec state {index} names a profile elsewhere", self.container.path)
-            return self._find_profile(digest)
-        try:
-            return state_format.unpack(self.container.array(f"codec.state.{index}", "U8"))
-        except ValueError as error:
-            raise FormatError(f"codec state {index}: {error}", self.container.path) from None
-
-    def codec(self, index: int) -> Codec:
-        """The started codec of one state; made once."""
-        with self._lock:
-            if index not in self._codecs:
-                codec_id, config = self.state_entry(index)
-                try:
-                    self._codecs[index] = open_codec(codec_id, config, self.state(index), self.identity)
-                except ValueError as error:
-                    raise FormatError(f"codec state {index}: {error}", self.container.path) from None
-                except PltpackError as error:
-                    raise error.at(self.container.path) from None
-            return self._codecs[index]
-
-    def units_of(self, node: int) -> np.ndarray:
-        """Unit records of one node."""
-        record = self.nodes[node]
-        return self.units[record["first_unit"] : record["first_unit"] + record["unit_count"]]
-
-
-class Shard(Segment):
-    """One session's shard.
-
-    Parameters
-    ----------
-    folder : Path
-        Archive folder.
-    entry : SessionEntry
-        What the manifest says of it.
-    identity : Identity
-        The archive's.
-    libraries : sequence of Library
-        All segments of the archive.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks the specification or refers to a segment that the archive does not have.
-    """
-
-    def __init__(self, folder: Path, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
-        self.entry: SessionEntry = entry
-        self.identity = identity
-        self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
-        try:
-            self._load({library.entry.head_sha256: library for library in libraries})
-        except BaseException:
-            self.close()
-            raise
-
-    def _load(self, known: dict[str, Library]) -> None:
-        path, metadata = self.container.path, self.container.metadata
-        self._check_kind("shard")
-        if metadata.get("session") != self.entry.session or metadata.get("salt") != self.entry.salt:
-            raise FormatError("shard belongs to another session than the manifest says", path)
-        self._check_names({"tokens", "map", "unit.index"}, {"session", "libraries", "states"}, frozenset({"salt"}))
-        digests = _strings(tables.metadata_list(metadata, "libraries", path), path)
-        missing = [digest for digest in digests if digest not in known]
-        if missing:
-            raise FormatError(f"shard refers to library segment {missing[0][:12]}…, which the archive lacks", path)
-        self.libraries = [known[digest] for digest in digests]
-        self.states = self._read_states(tables.metadata_list(metadata, "states", path))
-        self.tokens = self._token_ids("tokens")
-        if len(self.tokens) != self.entry.tokens:
-            raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
-        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
-        if (self.units["node"] != tables.NO_NODE).any():
-            raise FormatError("a unit of a shard names a library node", path)
-        ends = self.units["token_start"].astype(np.int64) + self.units["token_count"]
-        if len(ends) and ends.max() > len(self.tokens):
-            raise FormatError("a unit reaches beyond the session's end", path)
-        if len(ends) > 1:
-            layer, count = (self.units[name].astype(np.int64) for name in ("layer", "layer_count"))
-            same = layer[1:] == layer[:-1]
-            starts = self.units["token_start"][1:].astype(np.int64)
-            behind = (layer[1:] >= layer[:-1] + count[:-1]) | (same & (starts >= ends[:-1]) & (count[1:] == count[:-1]))
-            if not behind.all():
-                raise FormatError("units overlap or are out of order", path)
-        self.layer_bounds = _layer_bounds(self.units, len(self.identity.layers))
-        self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries))
-        for run in self.runs:
-            self._check_run(run)
-
-    def _check_run(self, run: np.void) -> None:
-        library, path = self.libraries[run["library"]], self.container.path
-        if run["node"] >= len(library.nodes):
-            raise FormatError(f"mapping table names node {run['node']}, which the library lacks", path)
-        node = library.nodes[run["node"]]
-        start, length = int(run["node_start"]), int(run["length"])
-        if start + length > node["length"] or int(node["position"]) + start != run["session_start"]:
-            raise FormatError("mapping table row does not fit its library node", path)
-        if library.salts[node["tenant"]] != self.entry.salt:
-            raise FormatError("mapping table points to another tenant's node", path)
-        first = int(node["token_offset"]) + start
-        mine = self.tokens[run["session_start"] : run["session_start"] + length]
-        if not np.array_equal(library.tokens[first : first + length], mine):
-            raise FormatError("mapping table points to a node of other tokens", path)
-
-    def _read_states(self, pairs: list[object]) -> list[tuple[int, int]]:
-        out = []
-        for pair in pairs:
-            if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
-                    and pair[0] < len(self.libraries) and pair[1] < len(self.libraries[pair[0]].states)):  # fmt: skip
-                raise FormatError("shard names a codec state that no library has", self.container.path)
-            out.append((pair[0], pair[1]))
-        return out
-
-    def position_of(self, record: np.void) -> int:
-        """See `Segment.position_of`."""
-        return int(record["token_start"])
-
-    def codec_of(self, record: np.void) -> Codec:
-        """See `Segment.codec_of`."""
-        library, state = self.states[record["state"]]
-        return self.libraries[library].codec(state)
-
-    @property
-    def mapped_tokens(self) -> int:
-        """Tokens that the mapping table covers."""
-        return int(self.runs["length"].sum(dtype=np.int64))
-
-
-def _layer_bounds(units: np.ndarray, layers: int) -> list[tuple[int, int]]:
-    """Per layer, the range of records in a shard's sorted index whose units hold it."""
-    out = [(0, 0)] * layers
-    firsts, starts = np.unique(units["layer"], return_index=True)
-    ends = [*starts[1:].tolist(), len(units)]
-    for first, start, end in zip(firsts.tolist(), starts.tolist(), ends, strict=True):
-        for layer in range(first, first + int(units["layer_count"][start])):
-            out[layer] = (start, end)
-    return out
-
-
-def _strings(values: list[object], path: Path) -> list[str]:
+def strings(values: list[object], path: Path) -> list[str]:
+    """A list of a container's metadata that must hold strings only; `FormatError` if not."""
     if not all(isinstance(value, str) for value in values):
         raise FormatError("metadata holds something else than strings", path)
     return [str(value) for value in values]

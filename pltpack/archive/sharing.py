@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pltpack.archive.library import Library
 from pltpack.archive.reader import Archive
-from pltpack.archive.segments import Library
 from pltpack.format import tables
 from pltpack.snapshot import Snapshot
 from pltpack.trie.plan import Plan, plan

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 import numpy as np
 
 from pltpack.archive.decoding import one_buffer, span_pieces
-from pltpack.archive.segments import Shard, fresh
+from pltpack.archive.segments import fresh
+from pltpack.archive.shard import Shard
 from pltpack.archive.threads import together
 from pltpack.codec.base import KeyValue
 from pltpack.snapshot import LayerGeometry

@@ -8,8 +8,9 @@ from pltpack.format.manifest import NAME
 from pltpack.format.tables import FLAG_REFERENCE, NO_NODE
 
 if TYPE_CHECKING:
+    from pltpack.archive.library import Library
     from pltpack.archive.reader import Archive
-    from pltpack.archive.segments import Library, Shard
+    from pltpack.archive.shard import Shard
 
 
 def archive_stats(archive: Archive) -> dict[str, Any]:

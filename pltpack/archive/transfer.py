@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pltpack.archive.create import PathLike, named_after, new_archive, new_target, open_for_writing, workplace
 from pltpack.archive.extract import verify
+from pltpack.archive.files import next_library, shard_path
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
-from pltpack.archive.writer import next_library, shard_path
 from pltpack.errors import ConflictError, FormatError, IdentityError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS, Manifest

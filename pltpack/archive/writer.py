@@ -8,107 +8,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pltpack.archive.draft import Draft
 from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, split, write_all
+from pltpack.archive.files import container_metadata, header_reserve, next_library, session_entry, shard_path
+from pltpack.archive.library import Library
 from pltpack.archive.profiles import digest
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import JobSamples, TokenRange
-from pltpack.archive.segments import Library, dumps_json
+from pltpack.archive.segments import dumps_json
+from pltpack.archive.settings import Settings
 from pltpack.archive.sharing import NewNode, Run, Sharing, run_records, share
 from pltpack.archive.sink import Sink
-from pltpack.codec import registry
 from pltpack.codec.base import Codec, State
 from pltpack.errors import ConflictError, DumpError, UnsupportedError
 from pltpack.format import state as state_format
 from pltpack.format import tables
-from pltpack.format.container import FORMAT_VERSION, ContainerInfo
-from pltpack.format.manifest import SHARDS, FileEntry, Manifest, SessionEntry
+from pltpack.format.container import ContainerInfo
+from pltpack.format.manifest import SHARDS, FileEntry, Manifest
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot, token_ids
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What sessions are encoded to, instead of a tier's own promise; at most one is given.
-
-    Attributes
-    ----------
-    kl : float or None
-        KL divergence in nats, as the profile predicts it, session by session.
-    bits : float or None
-        Bits per element of each session's units.
-    size : int or None
-        Bytes of all units of the sessions, shared ones included.
-    """
-
-    kl: float | None = None
-    bits: float | None = None
-    size: int | None = None
-
-    def config(self, elements: int) -> dict[str, Any]:
-        """As the codec's configuration, for sessions of so many elements."""
-        given = [value for value in (self.kl, self.bits, self.size) if value is not None]
-        if len(given) > 1:
-            raise UnsupportedError("of a target KL, bits and bytes only one can be met")
-        if self.kl is not None:
-            return {"target_kl": self.kl}
-        if self.size is not None:
-            return {"target_bits": 8 * self.size / max(elements, 1)}
-        return {} if self.bits is None else {"target_bits": self.bits}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How an archive is written.
-
-    Attributes
-    ----------
-    quality : str
-        Tier.
-    dedup : bool
-        Whether sessions share prefixes.
-    block : int
-        Tokens per block.
-    profile : mapping of str to ndarray or None
-        Arrays of the profile, for tiers that need one.
-    external : bool
-        Whether the library names the profile by its digest only.
-    """
-
-    quality: str
-    dedup: bool = True
-    block: int = 32
-    profile: State | None = None
-    external: bool = False
-    target: Target = Target()
-
-    def check(self) -> None:
-        """Refuse settings out of range."""
-        if not 1 <= self.block <= 4096:
-            raise UnsupportedError(f"block of {self.block} tokens (allowed: 1 to 4096)")
-        self.codec()
-
-    def codec(self, elements: int = 0) -> Codec:
-        """The tier's codec, not started, for sessions of so many elements.
-
-        Raises
-        ------
-        UnsupportedError
-            If a target is given that the tier cannot steer by.
-        """
-        tier, config = registry.tier(self.quality), self.target.config(elements)
-        if not config:
-            return tier
-        if not tier.calibrated:
-            raise UnsupportedError(f"tier {self.quality!r} has no rate control: targets need a profile")
-        return registry.codec(tier.codec_id, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,32 +318,6 @@ def codec_state(codec: Codec) -> State:
     return found
 
 
-def next_library(folder: Path, libraries: Iterable[Library]) -> Path:
-    """A free file name for a library segment, numbered after all present ones."""
-    number = 1 + max((int(library.entry.file[8:-7]) for library in libraries), default=0)
-    while (path := folder / f"library-{number:06d}.pltlib").exists():
-        number += 1
-    return path
-
-
-def shard_path(folder: Path, session: str, taken: Container[Path] = ()) -> Path:
-    """A free file name for a session's shard; `taken` are those that will be written soon."""
-    stem = session_to_file(session)
-    path = folder / SHARDS / f"{stem}.pltshard"
-    number = 1
-    while path.exists() or path in taken:
-        number += 1
-        path = folder / SHARDS / f"{stem}.{number}.pltshard"
-    return path
-
-
-def session_entry(path: Path, info: ContainerInfo, session: str, tokens: int, salt: str | None) -> SessionEntry:
-    """The manifest's entry of a written shard."""
-    return SessionEntry(
-        f"{SHARDS}/{path.name}", info.size, info.head_sha256, info.payload_sha256, session, tokens, salt
-    )
-
-
 def _keeps(library: Library, node: int, tier: Codec) -> bool:
     """Whether sessions of a tier may map to a node: its codec is exact or the tier's own."""
     for state in np.unique(library.units_of(node)["state"]):
@@ -431,22 +329,6 @@ def _keeps(library: Library, node: int, tier: Codec) -> bool:
 
 def _raw(snapshot: Snapshot, start: int, stop: int) -> int:
     return (stop - start) * sum(layer.bytes_per_token for layer in snapshot.identity.layers)
-
-
-def container_metadata(kind: str, identity: Identity) -> dict[str, str]:
-    """Metadata that libraries and shards have in common."""
-    return {
-        "format_version": ".".join(map(str, FORMAT_VERSION)),
-        "kind": kind,
-        "identity": dumps_json(identity.to_json()),
-        "identity_sha256": identity.digest(),
-    }
-
-
-def header_reserve(metadata: dict[str, str], states: int = 1) -> int:
-    """Upper bound of a container's header in bytes, for `ContainerWriter`."""
-    # A tensor's entry takes at most 160 bytes; there are five besides the states.
-    return len(dumps_json(metadata).encode()) + 160 * (5 + states) + 64
 
 
 def _parent(parent: Run | None, others: list[Library]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Entropy coding of quantized coefficients: static tables by class, low bits raw, escapes (spec/codecs.md, "transform").
+"""Entropy coding of quantized coefficients: tables by class, low bits raw, escapes (spec/codecs.md, "transform").
 
 A coefficient's class is the third-octave of its expected magnitude over its token's step. Symbols are ordered by class,
 so that each class is one run of one table: 32 symbols, one a lane, make a row of the rANS stream.
@@ -42,8 +42,8 @@ def raw_bits(classes: np.ndarray, floor: int) -> np.ndarray:
         Class numbers; class 0 begins at ``2 ** (floor / 24)`` expected steps.
     floor : int
     """
-    found: np.ndarray = np.maximum(0, (floor + CLASS_WIDTH * np.asarray(classes, np.int64)) // OCTAVE - 2)
-    return np.minimum(found, 20)
+    found: np.ndarray = np.clip((floor + CLASS_WIDTH * np.asarray(classes, np.int64)) // OCTAVE - 2, 0, 20)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Tables:
 
     def classes(self, logs: np.ndarray) -> np.ndarray:
         """Class of expected magnitudes ``2 ** (logs / 24)`` steps: int64, -1 for those that are not coded."""
-        found: np.ndarray = (np.asarray(logs, np.int64) - self.floor) // CLASS_WIDTH
-        return np.clip(found, -1, len(self.freqs) - 1)
+        found: np.ndarray = np.clip((np.asarray(logs, np.int64) - self.floor) // CLASS_WIDTH, -1, len(self.freqs) - 1)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ EQUAL = 255
 
 
 def ordinals(bits: np.ndarray) -> np.ndarray:
-    """Place of each 16-bit floating-point number in the order of all of them: int32, an inverse pair with `from_ordinals`."""
+    """Place of each 16-bit floating-point number in the order of all of them: int32; undone by `from_ordinals`."""
     wide = bits.astype(np.int32)
     return np.where(wide & 0x8000, 0xFFFF - wide, wide | 0x8000).astype(np.int32)
 
@@ -31,7 +31,9 @@ def from_ordinals(places: np.ndarray) -> np.ndarray:
     return np.where(wide & 0x8000, wide & 0x7FFF, 0xFFFF - wide).astype(np.uint16)
 
 
-def encode(rows: np.ndarray, positions: np.ndarray, runs: list[int], templates: np.ndarray | None, tables: Tables) -> bytes:
+def encode(
+    rows: np.ndarray, positions: np.ndarray, runs: list[int], templates: np.ndarray | None, tables: Tables
+) -> bytes:
     """Encode tokens exactly.
 
     Parameters
@@ -70,7 +72,12 @@ def encode(rows: np.ndarray, positions: np.ndarray, runs: list[int], templates: 
 
 
 def decode(
-    reader: Reader, rows: np.ndarray, positions: np.ndarray, runs: list[int], templates: np.ndarray | None, tables: Tables
+    reader: Reader,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    runs: list[int],
+    templates: np.ndarray | None,
+    tables: Tables,
 ) -> None:
     """Inverse of `encode`, into `rows`.
 

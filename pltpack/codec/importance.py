@@ -35,7 +35,8 @@ def norms(arrays: KeyValue) -> np.ndarray:
         x = np.nan_to_num(array.astype(np.float32), copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         parts.append(np.sqrt(np.einsum("htd,htd->ht", x, x, dtype=np.float64)).T)
     found = np.log(np.maximum(np.concatenate(parts, axis=1), _LEAST_NORM))
-    return found.astype(np.float32)
+    out: np.ndarray = found.astype(np.float32)
+    return out
 
 
 def distances(tokens: int, cuts: Iterable[int]) -> np.ndarray:
@@ -94,4 +95,5 @@ def predict(weights: Mapping[str, np.ndarray], found: np.ndarray) -> np.ndarray:
 def classes(log2_importance: Any) -> np.ndarray:
     """Token classes, uint8 ``[T]``, of binary logarithms of importance."""
     found = np.clip(np.rint(np.asarray(log2_importance, np.float64)) + ORDINARY, 0, CLASSES - 1)
-    return found.astype(np.uint8)
+    out: np.ndarray = found.astype(np.uint8)
+    return out

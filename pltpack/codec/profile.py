@@ -1,8 +1,9 @@
 """What calibration learns for a model, once: the arrays of a profile, checked, and the matrices made of them.
 
 The layout of the arrays is spec/profile.md. A layer's *rows* are its keys, head by head and un-rotated, then its
-values, head by head: ``heads * (k_dim + v_dim)`` numbers a token. *Whitened* rows are ``(x - mean) F^½`` per head, where
-``½ δᵀFδ`` is what the model feels of a small error δ; in them one step size everywhere is the water-filling solution.
+values, head by head: ``heads * (k_dim + v_dim)`` numbers a token. *Whitened* rows are ``(x - mean) F^½`` per head:
+``½ δᵀFδ`` is what the model feels of a small error δ, so in them one step size everywhere is the water-filling
+solution.
 """
 
 from __future__ import annotations

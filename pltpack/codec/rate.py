@@ -14,8 +14,8 @@ import numpy as np
 
 from pltpack.codec import importance
 from pltpack.codec.base import SINK_TOKENS
-from pltpack.codec.coefficients import Order, cost_tables
-from pltpack.codec.profile import OCTAVE, Profile
+from pltpack.codec.coefficients import OCTAVE, Order, cost_tables
+from pltpack.codec.profile import Profile
 from pltpack.codec.rows import to_rows
 from pltpack.snapshot import Snapshot
 

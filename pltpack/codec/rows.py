@@ -90,7 +90,7 @@ def _take(rows: np.ndarray, rotation: Rotation | None, position: int, out: np.nd
     wide = np.empty((heads, tokens, dim), np.float32)
     _rotate(rows, cos, sin, interleaved, wide)
     with np.errstate(over="ignore"):
-        limit = float(ml_dtypes.finfo(out.dtype).max)
+        limit = float(ml_dtypes.finfo(out.dtype).max)  # type: ignore[no-untyped-call]
         out[:] = np.clip(wide, -limit, limit).astype(out.dtype)
 
 

@@ -1,0 +1,55 @@
+"""Names and headers of the files that an archive is written to."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from pltpack.archive.library import Library
+from pltpack.archive.segments import dumps_json
+from pltpack.format.container import FORMAT_VERSION, ContainerInfo
+from pltpack.format.manifest import SHARDS, SessionEntry
+from pltpack.names import session_to_file
+from pltpack.snapshot import Identity
+
+
+def next_library(folder: Path, libraries: Iterable[Library]) -> Path:
+    """A free file name for a library segment, numbered after all present ones."""
+    number = 1 + max((int(library.entry.file[8:-7]) for library in libraries), default=0)
+    while (path := folder / f"library-{number:06d}.pltlib").exists():
+        number += 1
+    return path
+
+
+def shard_path(folder: Path, session: str, taken: Container[Path] = ()) -> Path:
+    """A free file name for a session's shard; `taken` are those that will be written soon."""
+    stem = session_to_file(session)
+    path = folder / SHARDS / f"{stem}.pltshard"
+    number = 1
+    while path.exists() or path in taken:
+        number += 1
+        path = folder / SHARDS / f"{stem}.{number}.pltshard"
+    return path
+
+
+def session_entry(path: Path, info: ContainerInfo, session: str, tokens: int, salt: str | None) -> SessionEntry:
+    """The manifest's entry of a written shard."""
+    return SessionEntry(
+        f"{SHARDS}/{path.name}", info.size, info.head_sha256, info.payload_sha256, session, tokens, salt
+    )
+
+
+def container_metadata(kind: str, identity: Identity) -> dict[str, str]:
+    """Metadata that libraries and shards have in common."""
+    return {
+        "format_version": ".".join(map(str, FORMAT_VERSION)),
+        "kind": kind,
+        "identity": dumps_json(identity.to_json()),
+        "identity_sha256": identity.digest(),
+    }
+
+
+def header_reserve(metadata: dict[str, str], states: int = 1) -> int:
+    """Upper bound of a container's header in bytes, for `ContainerWriter`."""
+    # A tensor's entry takes at most 160 bytes; there are five besides the states.
+    return len(dumps_json(metadata).encode()) + 160 * (5 + states) + 64

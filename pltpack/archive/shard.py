@@ -1,0 +1,130 @@
+"""Open shards: a session's tokens, its mapping to library nodes, and its own units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pltpack.archive.library import Library
+from pltpack.archive.segments import Segment, strings
+from pltpack.codec.base import Codec
+from pltpack.errors import FormatError
+from pltpack.format import tables
+from pltpack.format.container import Container
+from pltpack.format.manifest import SessionEntry
+from pltpack.snapshot import Identity
+
+
+class Shard(Segment):
+    """One session's shard.
+
+    Parameters
+    ----------
+    folder : Path
+        Archive folder.
+    entry : SessionEntry
+        What the manifest says of it.
+    identity : Identity
+        The archive's.
+    libraries : sequence of Library
+        All segments of the archive.
+
+    Raises
+    ------
+    FormatError
+        If the file breaks the specification or refers to a segment that the archive does not have.
+    """
+
+    def __init__(self, folder: Path, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
+        self.entry: SessionEntry = entry
+        self.identity = identity
+        self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
+        try:
+            self._load({library.entry.head_sha256: library for library in libraries})
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, known: dict[str, Library]) -> None:
+        path, metadata = self.container.path, self.container.metadata
+        self._check_kind("shard")
+        if metadata.get("session") != self.entry.session or metadata.get("salt") != self.entry.salt:
+            raise FormatError("shard belongs to another session than the manifest says", path)
+        self._check_names({"tokens", "map", "unit.index"}, {"session", "libraries", "states"}, frozenset({"salt"}))
+        digests = strings(tables.metadata_list(metadata, "libraries", path), path)
+        missing = [digest for digest in digests if digest not in known]
+        if missing:
+            raise FormatError(f"shard refers to library segment {missing[0][:12]}…, which the archive lacks", path)
+        self.libraries = [known[digest] for digest in digests]
+        self.states = self._read_states(tables.metadata_list(metadata, "states", path))
+        self.tokens = self._token_ids("tokens")
+        if len(self.tokens) != self.entry.tokens:
+            raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
+        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
+        if (self.units["node"] != tables.NO_NODE).any():
+            raise FormatError("a unit of a shard names a library node", path)
+        ends = self.units["token_start"].astype(np.int64) + self.units["token_count"]
+        if len(ends) and ends.max() > len(self.tokens):
+            raise FormatError("a unit reaches beyond the session's end", path)
+        if len(ends) > 1:
+            layer, count = (self.units[name].astype(np.int64) for name in ("layer", "layer_count"))
+            same = layer[1:] == layer[:-1]
+            starts = self.units["token_start"][1:].astype(np.int64)
+            behind = (layer[1:] >= layer[:-1] + count[:-1]) | (same & (starts >= ends[:-1]) & (count[1:] == count[:-1]))
+            if not behind.all():
+                raise FormatError("units overlap or are out of order", path)
+        self.layer_bounds = _layer_bounds(self.units, len(self.identity.layers))
+        self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries))
+        for run in self.runs:
+            self._check_run(run)
+
+    def _check_run(self, run: np.void) -> None:
+        library, path = self.libraries[run["library"]], self.container.path
+        if run["node"] >= len(library.nodes):
+            raise FormatError(f"mapping table names node {run['node']}, which the library lacks", path)
+        node = library.nodes[run["node"]]
+        start, length = int(run["node_start"]), int(run["length"])
+        if start + length > node["length"] or int(node["position"]) + start != run["session_start"]:
+            raise FormatError("mapping table row does not fit its library node", path)
+        if library.salts[node["tenant"]] != self.entry.salt:
+            raise FormatError("mapping table points to another tenant's node", path)
+        first = int(node["token_offset"]) + start
+        mine = self.tokens[run["session_start"] : run["session_start"] + length]
+        if not np.array_equal(library.tokens[first : first + length], mine):
+            raise FormatError("mapping table points to a node of other tokens", path)
+
+    def _read_states(self, pairs: list[object]) -> list[tuple[int, int]]:
+        out = []
+        for pair in pairs:
+            if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+                    and pair[0] < len(self.libraries) and pair[1] < len(self.libraries[pair[0]].states)):  # fmt: skip
+                raise FormatError("shard names a codec state that no library has", self.container.path)
+            out.append((pair[0], pair[1]))
+        return out
+
+    def position_of(self, record: np.void) -> int:
+        """See `Segment.position_of`."""
+        return int(record["token_start"])
+
+    def codec_of(self, record: np.void) -> Codec:
+        """See `Segment.codec_of`."""
+        library, state = self.states[record["state"]]
+        return self.libraries[library].codec(state)
+
+    @property
+    def mapped_tokens(self) -> int:
+        """Tokens that the mapping table covers."""
+        return int(self.runs["length"].sum(dtype=np.int64))
+
+
+def _layer_bounds(units: np.ndarray, layers: int) -> list[tuple[int, int]]:
+    """Per layer, the range of records in a shard's sorted index whose units hold it."""
+    out = [(0, 0)] * layers
+    firsts, starts = np.unique(units["layer"], return_index=True)
+    ends = np.append(starts, len(units))[1:]
+    for first, start, end in zip(firsts.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        for layer in range(first, first + int(units["layer_count"][start])):
+            out[layer] = (start, end)
+    return out
