@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pltpack.archive import profiles
-from pltpack.archive.decoding import decode_layers, one_buffer
+from pltpack.archive.decoding import decode_layers, one_buffer, span_pieces
 from pltpack.archive.library import Library
 from pltpack.archive.segments import Segment
 from pltpack.archive.shard import Shard
+from pltpack.archive.spans import SpanSource
 from pltpack.archive.threads import together
 from pltpack.codec.base import KeyValue, State
 from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError
@@ -252,15 +253,17 @@ class Archive:
         source = whole.source
         assert isinstance(source, ShardSource)
 
-        def fill(task: tuple[range, int]) -> None:
-            group, at = task
-            end = min(at + PIECE_TOKENS, stop)
+        def fill(task: tuple[range, int, int]) -> None:
+            group, at, end = task
             out = [(keys[:, at - start : end - start], values[:, at - start : end - start])
                    for keys, values in arrays[group.start - chosen.start : group.stop - chosen.start]]  # fmt: skip
             source.decode_layers(group, at, end, out)
 
-        groups = self._groups(chosen, min(stop - start, PIECE_TOKENS))
-        tasks = [(group, at) for group in groups for at in range(start, stop, PIECE_TOKENS)]
+        tasks = span_pieces(self.shard(session), chosen, start, stop)
+        if not tasks:
+            groups = self._groups(chosen, min(stop - start, PIECE_TOKENS))
+            starts = range(start, stop, PIECE_TOKENS)
+            tasks = [(group, at, min(at + PIECE_TOKENS, stop)) for group in groups for at in starts]
         together(fill, tasks, self.pool, (os.cpu_count() or 1) - 1)
         identity = Identity(**{**whole.identity.__dict__, "layers": tuple(self.identity.layers[i] for i in chosen)})
         return Snapshot.from_arrays(session, whole.tokens[start:stop], arrays, identity, origin=whole.origin)
@@ -296,9 +299,13 @@ class ShardSource:
         self._archive, self._session, self._tokens = archive, shard.entry.session, shard.tokens
         self._ahead: dict[tuple[int, int, int], Future[KeyValue]] = {}
         self._lock = threading.Lock()
+        self._spans = SpanSource(archive, shard, self.decode_layers)
 
     def layer(self, index: int, start: int, stop: int) -> KeyValue:
         """See `pltpack.snapshot.LayerSource.layer`."""
+        held = self._spans.layer(index, start, stop)
+        if held is not None:
+            return held
         if stop - start > PIECE_TOKENS:
             return self._in_pieces(index, start, stop)
         with self._lock:
