@@ -11,10 +11,12 @@ import struct
 import numpy as np
 
 from pltpack.codec import coefficients
-from pltpack.codec.coefficients import OCTAVE, Tables
+from pltpack.codec.coefficients import ESCAPE, LARGEST, Tables
 from pltpack.codec.payload import Reader, expand, squeeze
 
 NO_TEMPLATE = 255
+#: Mean bits of a difference up to which a token counts as near its template, and from which it is stored plain.
+_NEAR, _FAR = 0.5, 8.5
 #: Class of a run that equals its template.
 EQUAL = 255
 
@@ -54,14 +56,14 @@ def encode(
         for index in range(0 if templates is None or position >= templates.shape[1] else min(len(templates), 254)):
             assert templates is not None
             found = ordinals(row) - ordinals(templates[index, position])
-            if delta is None or _length(found) < _length(delta):
+            if _length(found) < (_FAR * len(row) if delta is None else _length(delta)):
                 best, delta = index, found
         chosen.append(best)
         plain.append(row) if delta is None else deltas.append(delta)
     out = [np.array(chosen, np.uint8).tobytes()]
     if deltas:
-        stacked = np.stack(deltas)
-        kinds = np.array([[_class(part, tables) for part in np.split(row, np.cumsum(runs)[:-1])] for row in stacked])
+        stacked, costs = np.stack(deltas), coefficients.cost_tables(tables)
+        kinds = np.array([[_class(part, tables, costs) for part in np.split(row, np.cumsum(runs)[:-1])] for row in stacked])
         out.append(kinds.astype(np.uint8).tobytes())
         out.append(coefficients.encode_runs(*_ordered(stacked, kinds, runs, tables), tables))
     if plain:
@@ -110,15 +112,25 @@ def decode(
         rows[plain] = np.ascontiguousarray(data.T).view(rows.dtype).reshape(len(plain), -1)
 
 
+def is_near(row: np.ndarray, position: int, templates: np.ndarray | None) -> bool:
+    """Whether a token is almost one of the templates, so that to keep it exactly costs next to nothing."""
+    if templates is None or position >= templates.shape[1]:
+        return False
+    deltas = [ordinals(row) - ordinals(template[position]) for template in templates]
+    return any(_length(delta) < _NEAR * len(row) for delta in deltas)
+
+
 def _length(delta: np.ndarray) -> float:
     return float(np.log2(1 + np.abs(delta)).sum())
 
 
-def _class(part: np.ndarray, tables: Tables) -> int:
-    mean = float(np.abs(part).mean())
-    if mean == 0:
+def _class(part: np.ndarray, tables: Tables, costs: np.ndarray) -> int:
+    """The class in which a run of differences costs least."""
+    if not part.any():
         return EQUAL
-    return max(0, int(tables.classes(np.array(round(OCTAVE * float(np.log2(mean)))))))
+    high = part.astype(np.int64)[None] >> tables.raw[:, None]
+    symbols = np.where(np.abs(high) <= LARGEST, np.where(high > 0, 2 * high - 1, -2 * high), ESCAPE)
+    return int(np.take_along_axis(costs, symbols, axis=1).sum(axis=1).argmin())
 
 
 def _places(kinds: np.ndarray, runs: list[int], tables: Tables) -> np.ndarray:

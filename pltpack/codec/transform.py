@@ -19,7 +19,7 @@ from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Uni
 from pltpack.codec.bases import Bases, GroupBases
 from pltpack.codec.coefficients import Order
 from pltpack.codec.payload import Reader
-from pltpack.codec.profile import Profile
+from pltpack.codec.profile import NAMES, Profile
 from pltpack.codec.rows import from_rows, to_rows
 from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
@@ -52,7 +52,7 @@ class TransformCodec(Codec):
         self, step: float | None = None, target_kl: float | None = None, target_bits: float | None = None
     ) -> None:
         given = [value for value in (step, target_kl, target_bits) if value is not None]
-        if len(given) > 1 or not all(isinstance(v, int | float) and 1e-6 <= v <= 1e6 for v in given):
+        if len(given) > 1 or not all(type(v) in (int, float) and 1e-6 <= v <= 1e6 for v in given):
             raise ValueError("transform takes one of step, target_kl and target_bits, a positive number")
         self._config = {"step": step, "target_kl": target_kl, "target_bits": target_bits}
         self._log_step = rate.log_of(DEFAULT_STEP if step is None else step)
@@ -68,6 +68,8 @@ class TransformCodec(Codec):
 
     def start(self, state: State, identity: Identity) -> None:
         """Check a profile and prepare its matrices."""
+        if len(state) > len(NAMES):
+            raise ValueError("a profile holds arrays that are not known")
         self._profile = Profile(state, identity.layers)
         self._identity = identity
         self._tables = self._profile.coder
@@ -112,7 +114,7 @@ class TransformCodec(Codec):
         rows, finite = to_rows(arrays, layers, self._identity, unit.position)
         rows -= self._center(bases, layers, unit, reference)
         classes = self._unit_classes(unit)
-        exact = ~finite | (np.arange(unit.position, unit.position + unit.tokens) < SINK_TOKENS)
+        exact = ~finite | self._sinks(unit, bases, layers, bits)
         rows[exact] = 0
         found = bases.analyse(rows)
         steps = rate.steps(self._log_step)
@@ -170,7 +172,8 @@ class TransformCodec(Codec):
         for (keys, values), layer in zip(out, layers, strict=True):
             for array, width in ((keys, layer.heads * layer.k_dim), (values, layer.heads * layer.v_dim)):
                 part = bits[:, at : at + width].reshape(len(marks), layer.heads, -1).transpose(1, 0, 2)
-                array[:, marks] = np.ascontiguousarray(part).view(array.dtype)
+                words = part.astype(f"u{array.dtype.itemsize}", order="C")
+                array[:, marks] = words.view(array.dtype)
                 at += width
 
     def _exact_layout(
@@ -180,6 +183,16 @@ class TransformCodec(Codec):
         usable = {layer.dtype for layer in layers} == {"BF16"}
         group = bases.group
         return runs, self._profile.sink_bits[:, :, group.first : group.last] if usable else None
+
+    def _sinks(
+        self, unit: Unit, bases: GroupBases, layers: Sequence[LayerGeometry], bits: np.ndarray
+    ) -> np.ndarray:
+        """Tokens that are kept exactly: the first of a session, and its neighbours where a template holds them."""
+        found = np.zeros(unit.tokens, bool)
+        _, templates = self._exact_layout(bases, layers)
+        for index, position in enumerate(range(unit.position, min(unit.position + unit.tokens, SINK_TOKENS))):
+            found[index] = position == 0 or exact_tokens.is_near(bits[index], position, templates)
+        return found
 
     def _bases_of(self, unit: Unit) -> GroupBases:
         return self._bases.of(range(unit.layer, unit.layer + len(_geometries(unit))))
