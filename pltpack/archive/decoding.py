@@ -32,11 +32,6 @@ def one_buffer(layers: Sequence[LayerGeometry], tokens: int) -> list[KeyValue]:
     return out
 
 
-def decode_layer(shard: Shard, layer: int, start: int, stop: int, out: KeyValue | None = None) -> KeyValue:
-    """Keys and values of one layer's tokens ``[start, stop)``; see `decode_layers`."""
-    return decode_layers(shard, [layer], start, stop, None if out is None else [out])[0]
-
-
 def decode_layers(
     shard: Shard, layers: Sequence[int], start: int, stop: int, out: Sequence[KeyValue] | None = None
 ) -> list[KeyValue]:
@@ -207,35 +202,44 @@ def mapped_units(
 def span_pieces(shard: Shard, layers: range, start: int, stop: int) -> list[tuple[range, int, int]]:
     """Cut a part of a session into pieces that touch each unit of several layers once; empty if it has none.
 
+    Layers that a unit holds together stay together, with the units of other codecs that hold one of them.
+
     Returns
     -------
     list of (range, int, int)
         Layers and session tokens ``[first, last)``; together all of what was asked for.
     """
-    found: set[tuple[int, int]] = set()
+    segments: list[Segment] = [shard, *(shard.libraries[index] for index in np.unique(shard.runs["library"]))]
+    if not any((segment.units["layer_count"] > 1).any() for segment in segments):
+        return []
     places = {start}
-    for segment, record, first, _ in _touched(shard, layers, start, stop):
-        if not segment.codec_of(record).spans:
-            return []
-        found.add((int(record["layer"]), int(record["layer_count"])))
+    # Per layer, the end of the farthest group that holds it or a layer before it.
+    ends = [layer + 1 for layer in range(layers.stop)]
+    for record, first in _touched(shard, layers, start, stop):
+        layer, count = int(record["layer"]), int(record["layer_count"])
         places.add(max(first, start))
-    groups = [range(max(first, layers.start), min(first + count, layers.stop)) for first, count in sorted(found)]
-    if any(a.stop > b.start for a, b in itertools.pairwise(groups)):
-        # Segments of different layer groups: whoever asks for one layer gets it.
-        groups = [range(layer, layer + 1) for layer in layers]
+        for held in range(max(layer, layers.start), min(layer + count, layers.stop)):
+            ends[held] = max(ends[held], min(layer + count, layers.stop))
+    groups, at = [], layers.start
+    while at < layers.stop:
+        end = ends[at]
+        while (farther := max(ends[at:end])) > end:
+            end = farther
+        groups.append(range(at, end))
+        at = end
     cuts = [*sorted(places), stop]
     return [(group, first, last) for group in groups for first, last in itertools.pairwise(cuts)]
 
 
-def _touched(shard: Shard, layers: range, start: int, stop: int) -> Iterator[tuple[Segment, np.void, int, int]]:
+def _touched(shard: Shard, layers: range, start: int, stop: int) -> Iterator[tuple[np.void, int]]:
+    """Records of the units that hold a part, each at least once, with the session token that they begin at."""
     layer = layers.start
     while layer < layers.stop:
-        following = layer + 1
-        for segment, record, first, last in mapped_units(shard.runs, shard.libraries, layer, start, stop):
-            following = max(following, int(record["layer"]) + int(record["layer_count"]))
-            yield segment, record, first, last
+        following = layers.stop
+        for _, record, first, _ in mapped_units(shard.runs, shard.libraries, layer, start, stop):
+            following = min(following, int(record["layer"]) + int(record["layer_count"]))
+            yield record, first
         for record in own_units(shard, layer, start, stop):
-            following = max(following, int(record["layer"]) + int(record["layer_count"]))
-            at = int(record["token_start"])
-            yield shard, record, at, at + int(record["token_count"])
+            following = min(following, int(record["layer"]) + int(record["layer_count"]))
+            yield record, int(record["token_start"])
         layer = following

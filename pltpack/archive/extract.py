@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pltpack.archive.create import PathLike, named_after, quiet, workplace
-from pltpack.archive.decoding import decode_layer
+from pltpack.archive.decoding import decode_layers, span_pieces
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
 from pltpack.archive.reader import Archive, check_layers, check_tokens
 from pltpack.archive.segments import Segment
@@ -190,21 +190,22 @@ def _verify_files(archive: Archive, progress: Progress) -> int:
     return units
 
 
-def _parts(segment: Segment) -> Iterable[int]:
+def _parts(segment: Segment) -> Sequence[tuple[range, int, int]]:
+    """What to decode of a segment in one go: layers and tokens of a shard, else units."""
     if not isinstance(segment, Shard):
-        return range(len(segment.units))
-    # A unit that holds several layers is decoded once: the first of each group stands for it.
-    bounds = segment.layer_bounds
-    return [i for i in range(len(bounds)) if i == 0 or bounds[i] != bounds[i - 1] or bounds[i][0] == bounds[i][1]]
+        return [(range(index, index + 1), 0, 0) for index in range(len(segment.units))]
+    layers, tokens = range(len(segment.identity.layers)), len(segment.tokens)
+    return span_pieces(segment, layers, 0, tokens) or [(layers[i : i + 1], 0, tokens) for i in layers]
 
 
-def _decoder(segment: Segment) -> Callable[[int], None]:
-    def decode(part: int) -> None:
+def _decoder(segment: Segment) -> Callable[[tuple[range, int, int]], None]:
+    def decode(part: tuple[range, int, int]) -> None:
+        group, first, last = part
         # A shard is decoded as a reader would, so that its mapping and its corrections are checked too.
         if isinstance(segment, Shard):
-            decode_layer(segment, part, 0, len(segment.tokens))
+            decode_layers(segment, group, first, last)
         else:
-            segment.decode_span(segment.units[part])
+            segment.decode_span(segment.units[group.start])
 
     return decode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
@@ -116,8 +117,8 @@ class _Held:
             for array in pair:
                 width = array.shape[2] * array.itemsize
                 for head in array:
-                    os.pwrite(self._file.fileno(), np.ascontiguousarray(head).view(np.uint8).data,
-                              at + (first - self._start) * width)  # fmt: skip
+                    data = np.ascontiguousarray(head).reshape(-1).view(np.uint8)
+                    _write(self._file.fileno(), data, at + (first - self._start) * width)
                     at += total * width
 
     def layer(self, layer: int) -> KeyValue:
@@ -129,8 +130,21 @@ class _Held:
         at = self._offsets[index]
         for array in (keys, values):
             flat = array.reshape(-1).view(np.uint8)
-            done = 0
-            while done < len(flat):
-                done += os.preadv(self._file.fileno(), [flat.data[done:]], at + done)
+            _read(self._file.fileno(), flat, at)
             at += len(flat)
         return keys, values
+
+
+def _write(file: int, data: np.ndarray, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:].data, at + done)
+
+
+def _read(file: int, data: np.ndarray, at: int) -> None:
+    done = 0
+    while done < len(data):
+        count = os.preadv(file, [data[done:].data], at + done)
+        if not count:
+            raise OSError(errno.EIO, "a temporary file of decoded layers has become shorter")
+        done += count

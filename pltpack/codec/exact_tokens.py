@@ -63,7 +63,8 @@ def encode(
     out = [np.array(chosen, np.uint8).tobytes()]
     if deltas:
         stacked, costs = np.stack(deltas), coefficients.cost_tables(tables)
-        kinds = np.array([[_class(part, tables, costs) for part in np.split(row, np.cumsum(runs)[:-1])] for row in stacked])
+        parts = [np.split(row, np.cumsum(runs)[:-1]) for row in stacked]
+        kinds = np.array([[_class(part, tables, costs) for part in row] for row in parts])
         out.append(kinds.astype(np.uint8).tobytes())
         out.append(coefficients.encode_runs(*_ordered(stacked, kinds, runs, tables), tables))
     if plain:

@@ -17,6 +17,7 @@ import numpy as np
 from pltpack.codec import coefficients, exact_tokens, importance, rate
 from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Unit
 from pltpack.codec.bases import Bases, GroupBases
+from pltpack.codec.blas import single_threaded
 from pltpack.codec.coefficients import Order
 from pltpack.codec.payload import Reader
 from pltpack.codec.profile import NAMES, Profile
@@ -66,6 +67,7 @@ class TransformCodec(Codec):
         """A profile is learnt by calibration, not from the sessions."""
         raise ValueError("the transform codec needs a profile (pltpack calibrate makes one)")
 
+    @single_threaded
     def start(self, state: State, identity: Identity) -> None:
         """Check a profile and prepare its matrices."""
         if len(state) > len(NAMES):
@@ -88,6 +90,7 @@ class TransformCodec(Codec):
         """See `Codec.layer_groups`."""
         return [range(group.start, group.stop) for group in self._profile.groups]
 
+    @single_threaded
     def prepare(self, snapshot: Snapshot, cuts: Sequence[int] = ()) -> TransformCodec:
         """See `Codec.prepare`: the classes of all tokens of a session, and the step that meets the target."""
         out = copy.copy(self)
@@ -107,6 +110,7 @@ class TransformCodec(Codec):
         """See `Codec.decode`; only where a layer is a group of its own."""
         self.decode_span(payload, unit, [(keys, values)], None if reference is None else [reference])
 
+    @single_threaded
     def encode_span(self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None) -> bytes:
         """See `Codec.encode_span`."""
         bases, layers = self._bases_of(unit), _geometries(unit)
@@ -131,6 +135,7 @@ class TransformCodec(Codec):
             parts.append(exact_tokens.encode(bits[exact], at, *self._exact_layout(bases, layers), self._tables))
         return b"".join(parts)
 
+    @single_threaded
     def decode_span(
         self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
     ) -> None:
