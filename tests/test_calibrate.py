@@ -1,4 +1,4 @@
-"""Calibration: profiles that say what is true of the model, with the same bytes run after run, resumed where interrupted."""
+"""Calibration: profiles true of the model, with the same bytes run after run, and resumed where interrupted."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_sensitivity_is_the_gradients_second_moment() -> None:
     blocks, rng = Blocks(LAYERS), np.random.default_rng(1)
     mix = [rng.normal(size=(w, w)) * 10.0 ** rng.normal() for w in blocks.widths]
     g = blocks.multiply(rng.normal(size=(3000, blocks.rows)).astype(np.float32), mix)
-    found = sensitivity.measure(lambda: iter([g[:1000], g[1000:]]), blocks)
+    found = sensitivity.measure([g[:1000], g[1000:]].__getitem__, 2, blocks)
     assert sum(map(len, found.energy)) == 3000
     for root, inverse, matrix in zip(found.roots, found.inverse_roots, mix, strict=True):
         fisher = matrix.T @ matrix
@@ -279,9 +279,9 @@ def test_sensitivity_is_the_gradients_second_moment() -> None:
 def test_one_loud_token_does_not_decide() -> None:
     blocks, rng = Blocks([LayerGeometry(1, 8, 8, "BF16")]), np.random.default_rng(2)
     g = rng.normal(size=(500, 16)).astype(np.float32)
-    quiet = sensitivity.measure(lambda: iter([g]), blocks).roots[0]
+    quiet = sensitivity.measure([g].__getitem__, 1, blocks).roots[0]
     g[7, :8] = 300 * np.eye(8, dtype=np.float32)[0]
-    loud = sensitivity.measure(lambda: iter([g]), blocks).roots[0]
+    loud = sensitivity.measure([g].__getitem__, 1, blocks).roots[0]
     assert 300**2 / 500 > 100
     assert np.square(loud[0, 0] / quiet[0, 0]) < 30
 

@@ -131,7 +131,7 @@ class Fitter:
             roots = sensitivity.by_variance(covariances, self.blocks)
         else:
             self._stage("sensitivity", 0, 1)
-            found = sensitivity.measure(self.windows.gradients, self.blocks)
+            found = sensitivity.measure(self.windows.gradients, self.windows.count, self.blocks)
             roots, energy = found.roots, found.energy
         variance = sum(float(np.trace(root @ c @ root)) for root, c, key in self._keys(roots, covariances) if key)
         scale = np.sqrt(int(self.blocks.is_key.sum()) / variance) if variance > 0 else 1.0

@@ -18,6 +18,8 @@ from pltpack.quality.rows import Blocks
 #: Tokens are weighted by their energy to the minus this: 0 is the plain mean, 1 counts all alike.
 EQUALITY = 0.5
 _ITERATIONS = 2
+# Windows from which on half of them say enough.
+_MANY = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +39,25 @@ class Sensitivity:
     energy: list[np.ndarray]
 
 
-def measure(gradients: Callable[[], Iterator[np.ndarray]], blocks: Blocks) -> Sensitivity:
+def measure(gradients: Callable[[int], np.ndarray], count: int, blocks: Blocks) -> Sensitivity:
     """Measure F.
 
     Parameters
     ----------
     gradients : callable
-        Gives, each time it is called, the windows' gradients anew: float32 ``[T, rows]``, sinks left out.
+        Gives the gradients of a window by its number: float32 ``[T, rows]``, sinks left out.
+    count : int
+        Of windows. Of many, F is the mean over every other one.
     blocks : Blocks
     """
-    energy: list[np.ndarray] | None = None
-    for _ in range(1 + _ITERATIONS):
-        fisher = _mean(gradients(), blocks, energy)
-        roots, inverse = _roots(fisher)
-        energy = [_energy(window, blocks, inverse) for window in gradients()]
-    assert energy is not None
-    return Sensitivity(roots, inverse, energy)
+    sample = range(0, count, 2 if count >= _MANY else 1)
+    fisher = _mean(map(gradients, sample), blocks, None)
+    for _ in range(_ITERATIONS):
+        inverse = _roots(fisher)[1]
+        energy = (_energy(gradients(index), blocks, inverse) for index in sample)
+        fisher = _mean(map(gradients, sample), blocks, energy)
+    roots, inverse = _roots(fisher)
+    return Sensitivity(roots, inverse, [_energy(gradients(index), blocks, inverse) for index in range(count)])
 
 
 def by_variance(covariances: Sequence[np.ndarray], blocks: Blocks) -> list[np.ndarray]:
@@ -69,12 +74,12 @@ def by_variance(covariances: Sequence[np.ndarray], blocks: Blocks) -> list[np.nd
     return roots
 
 
-def _mean(windows: Iterator[np.ndarray], blocks: Blocks, energy: list[np.ndarray] | None) -> list[np.ndarray]:
+def _mean(windows: Iterator[np.ndarray], blocks: Blocks, energy: Iterator[np.ndarray] | None) -> list[np.ndarray]:
     sums = [np.zeros((width, width)) for width in blocks.widths]
     count = 0
-    for index, window in enumerate(windows):
+    for window in windows:
         if energy is not None:
-            weight = (blocks.rows / np.maximum(energy[index], 1e-30)) ** (EQUALITY / 2)
+            weight = (blocks.rows / np.maximum(next(energy), 1e-30)) ** (EQUALITY / 2)
             window = window * weight[:, None].astype(np.float32)
         for first, parts in blocks.split(window):
             for block, product in enumerate(parts.transpose(0, 2, 1) @ parts, first):

@@ -75,10 +75,9 @@ class Windows:
         for index in range(self.count):
             yield self.rows(index)
 
-    def gradients(self) -> Iterator[np.ndarray]:
-        """Gradients of each window's tokens after its sinks."""
-        for index in range(self.count):
-            yield from_bits(self._load(index, "gradients")[SINK_TOKENS:])
+    def gradients(self, index: int) -> np.ndarray:
+        """Gradients of a window's tokens after its sinks, float32."""
+        return from_bits(self._load(index, "gradients")[SINK_TOKENS:])
 
     def first(self, index: int) -> np.ndarray:
         """The first tokens' rows, keys as they are stored."""
