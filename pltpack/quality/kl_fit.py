@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -47,16 +48,18 @@ def measure(
     (list of float, list of dict)
         ``[a, c]``, and ``step``, ``distortion`` and ``kl`` (nats per token) of what was measured.
     """
-    codecs = [_codec(arrays, identity, step) for step in STEPS]
+    codec = TransformCodec()
+    codec.start(arrays, identity)
     distortion, kl = np.zeros((len(STEPS), len(probes))), np.zeros((len(STEPS), len(probes)))
     for number, (snapshot, text) in enumerate(probes):
         before = log_probabilities(model.network, snapshot, text)
-        for index, codec in enumerate(codecs):
+        prepared = codec.prepare(snapshot)
+        probe = rate.Probe(codec, snapshot, rate.token_classes(codec.profile, snapshot, ()))
+        for index, step in enumerate(STEPS):
             stage("kl", number * len(STEPS) + index, len(probes) * len(STEPS))
-            classes = rate.token_classes(codec.profile, snapshot, ())
             # Without a fit, what the profile predicts is the distortion itself.
-            distortion[index, number] = rate.Probe(codec, snapshot, classes).kl(rate.log_of(STEPS[index]))
-            after = log_probabilities(model.network, rebuild(codec, snapshot), text)
+            distortion[index, number] = probe.kl(rate.log_of(step))
+            after = log_probabilities(model.network, rebuild(_at_step(prepared, step), snapshot), text)
             kl[index, number] = compare(before, after, text)["kl"]
     d, k = np.maximum(distortion.mean(axis=1), 1e-30), np.maximum(kl.mean(axis=1), 1e-12)
     measured = [dict(zip(("step", "distortion", "kl"), row, strict=True)) for row in zip(STEPS, d.tolist(), k.tolist(),
@@ -73,19 +76,19 @@ def fit_line(x: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def rebuild(codec: TransformCodec, snapshot: Snapshot) -> Snapshot:
-    """A snapshot through the codec and back, one unit a layer group."""
-    prepared = codec.prepare(snapshot)
+    """A snapshot through a codec prepared for it, and back, one unit a layer group."""
     layers, out = snapshot.identity.layers, []
-    for group in prepared.layer_groups(len(layers)):
+    for group in codec.layer_groups(len(layers)):
         arrays = [snapshot.layer(index, 0, len(snapshot)) for index in group]
         unit = Unit(group.start, layers[group.start], 0, len(snapshot), layers=tuple(layers[group.start : group.stop]))
         rebuilt = [(np.empty_like(keys, order="C"), np.empty_like(values, order="C")) for keys, values in arrays]
-        prepared.decode_span(memoryview(prepared.encode_span(unit, arrays)), unit, rebuilt)
+        codec.decode_span(memoryview(codec.encode_span(unit, arrays)), unit, rebuilt)
         out += rebuilt
     return Snapshot.from_arrays(snapshot.session, snapshot.tokens, out, snapshot.identity)
 
 
-def _codec(arrays: State, identity: Identity, step: float) -> TransformCodec:
-    codec = TransformCodec(step=step)
-    codec.start(arrays, identity)
-    return codec
+def _at_step(codec: TransformCodec, step: float) -> TransformCodec:
+    """The same codec at another step: one profile's matrices, which take long to prepare, serve all of them."""
+    out = copy.copy(codec)
+    out._log_step = rate.log_of(step)
+    return out
