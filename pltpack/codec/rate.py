@@ -13,9 +13,10 @@ import numba
 import numpy as np
 
 from pltpack.codec import importance
-from pltpack.codec.base import SINK_TOKENS
+from pltpack.codec.base import SINK_TOKENS, Unit
 from pltpack.codec.coefficients import OCTAVE, Order, cost_tables
 from pltpack.codec.profile import Profile
+from pltpack.codec.rans import HEADER_BYTES, LANES
 from pltpack.codec.rows import to_rows
 from pltpack.snapshot import Snapshot
 
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 MAX_LOG_STEP = 40 * OCTAVE
 #: Tokens from which a session's step is chosen.
 SAMPLE_TOKENS = 384
+#: Elements, at most, that are looked at where bits are to be met, if those are more tokens.
+_SAMPLE_ELEMENTS = 1 << 24
+#: Tokens of a unit, as the archive cuts them unless they are few.
+_UNIT_TOKENS = 256
+#: A unit's own header and that of its coefficients.
+_UNIT_HEADER_BYTES = 5 + 12
 _RUN_TOKENS = 32
 _PIECE = 2048
 #: Steps that are tried, in 1/24 octave, around 1.
@@ -83,66 +90,156 @@ def choose(
     target_kl: float | None = None,
     target_bits: float | None = None,
 ) -> int:
-    """The largest step of a session that meets a target, as a logarithm in 1/24 octave."""
-    probe = Probe(codec, snapshot, classes)
+    """The step of a session that meets a target, as a logarithm in 1/24 octave.
+
+    Parameters
+    ----------
+    codec : TransformCodec
+        With the session's classes set.
+    snapshot : Snapshot
+    classes : ndarray
+        `token_classes`.
+    target_kl : float, optional
+        The largest step at which no more KL divergence is predicted is chosen.
+    target_bits : float, optional
+        The smallest step that takes no more bits per element, or the largest of all.
+
+    Raises
+    ------
+    ValueError
+        If the finest step is not fine enough.
+    """
     low, high = -_REACH, _REACH
+    if target_kl is not None:
+        probe = Probe(codec, snapshot, classes)
+        if (least := probe.kl(low)) > target_kl:
+            raise ValueError(f"at the finest step a KL divergence of {least:.3g} is predicted, not {target_kl:g}")
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if probe.kl(middle) <= target_kl else (low, middle - 1)
+        return low
+    per_token = sum(layer.elements_per_token for layer in codec.profile.layers)
+    probe = Probe(codec, snapshot, classes, max(SAMPLE_TOKENS, _SAMPLE_ELEMENTS // per_token))
+    size = Size(codec, snapshot, probe)
     while low < high:
-        middle = (low + high + 1) // 2
-        meets = probe.kl(middle) <= target_kl if target_kl is not None else probe.bits(middle) >= (target_bits or 0)
-        low, high = (middle, high) if meets else (low, middle - 1)
+        middle = (low + high) // 2
+        low, high = (low, middle) if size.bits(middle) <= (target_bits or 0) else (middle + 1, high)
     return low
 
 
 class Probe:
-    """Coefficients of a sample of a session's tokens, for predictions at any step."""
+    """Coefficients of a sample of a session's tokens, for predictions at any step.
 
-    def __init__(self, codec: TransformCodec, snapshot: Snapshot, classes: np.ndarray) -> None:
+    Parameters
+    ----------
+    codec : TransformCodec
+    snapshot : Snapshot
+    classes : ndarray
+        `token_classes`.
+    most : int
+        Tokens to look at.
+
+    Attributes
+    ----------
+    tokens : int
+        Tokens looked at.
+    lost : ndarray
+        bool ``[tokens]``: which of them are not finite.
+    """
+
+    def __init__(
+        self, codec: TransformCodec, snapshot: Snapshot, classes: np.ndarray, most: int = SAMPLE_TOKENS
+    ) -> None:
         self._profile, self._tables = codec.profile, codec.profile.coder
-        runs = _sample(len(snapshot))
+        runs = _sample(len(snapshot), most)
         layers, identity = codec.profile.layers, snapshot.identity
         self._classes = np.concatenate([classes[start:stop] for start, stop in runs]).astype(np.int64)
+        self.tokens = len(self._classes)
+        self.lost = np.zeros(self.tokens, bool)
         self._groups = []
         for bases in codec.all_bases():
-            group, parts = bases.group, []
+            group, parts, finite = bases.group, [], []
             for start, stop in runs:
                 arrays = [snapshot.layer(index, start, stop) for index in range(group.start, group.stop)]
-                rows, finite = to_rows(arrays, layers[group.start : group.stop], identity, start)
+                rows, good = to_rows(arrays, layers[group.start : group.stop], identity, start)
                 rows -= bases.mean
-                rows[~finite] = 0
+                rows[~good] = 0
                 parts.append(rows)
+                finite.append(good)
+            self.lost |= ~np.concatenate(finite)
             self._groups.append((bases, bases.analyse(np.concatenate(parts))))
-        self._elements = sum(layer.elements_per_token for layer in layers)
         self._costs = cost_tables(self._tables)
 
-    def _measure(self, log_step: int) -> tuple[np.ndarray, float]:
-        """Squared error of each token in whitened rows, and bits of all of them."""
+    def _measure(self, log_step: int) -> tuple[np.ndarray, float, float]:
+        """Squared error of each token in whitened rows, bits of all of them, and bits that fill a unit's rows."""
         every = steps(log_step)
-        errors, bits = np.zeros(len(self._classes)), 0.0
+        errors, bits, filling = np.zeros(len(self._classes)), 0.0, 0.0
         for bases, found in self._groups:
             order = Order.of(bases.logs, every, self._classes, self._tables)
             bits += _measure(found, self._classes, value_of(every), order.bounds, self._tables.raw, self._costs, errors)
-        return errors, bits
+            # Half a row of zeros, on average, for every class that occurs.
+            filling += LANES / 2 * float((self._costs[:, 0] - self._tables.raw)[order.counts > 0].sum())
+        return errors, bits, filling
 
     def kl(self, log_step: int) -> float:
         """Predicted KL divergence in nats."""
-        errors, _ = self._measure(log_step)
+        errors, _, _ = self._measure(log_step)
         weight = np.exp2(self._classes.astype(np.float64) - importance.ORDINARY)
         mean = float((weight * errors).mean()) if len(errors) else 0.0
         a, c = self._profile.about["kl"]
         return float(np.exp2(min(a + c * np.log2(max(mean, 1e-30)), 100.0)))
 
+    def bits(self, log_step: int) -> tuple[float, float]:
+        """Predicted bits of a token's coefficients in all layer groups, and what a unit of each takes besides."""
+        _, bits, filling = self._measure(log_step)
+        heads = 8 * len(self._groups) * (HEADER_BYTES + _UNIT_HEADER_BYTES)
+        return bits / max(self.tokens, 1) + 4 * len(self._groups), filling + heads
+
+
+class Size:
+    """How much a session takes: its units' payloads, nothing besides.
+
+    Parameters
+    ----------
+    codec : TransformCodec
+        With the session's classes set.
+    snapshot : Snapshot
+    probe : Probe
+    """
+
+    def __init__(self, codec: TransformCodec, snapshot: Snapshot, probe: Probe) -> None:
+        self._probe, self._tokens = probe, len(snapshot)
+        self._elements = max(snapshot.elements, 1)
+        self._first = min(SINK_TOKENS, self._tokens)
+        self._exact = 8.0 * _exact_bytes(codec, snapshot, 0, self._first)
+        # What is not finite is rare and costs about what the first tokens cost without a template: as good as raw.
+        lost = float(probe.lost.mean()) if probe.tokens else 0.0
+        self._exact += lost * (self._tokens - self._first) * 8 * snapshot.raw_bytes / max(self._tokens, 1)
+
     def bits(self, log_step: int) -> float:
-        """Predicted bits per element, exact tokens and headers left out."""
-        _, bits = self._measure(log_step)
-        return (bits / max(len(self._classes), 1) + 4) / self._elements
+        """Predicted bits per element."""
+        token, unit = self._probe.bits(log_step)
+        more = max(self._tokens - self._first, 0)
+        return (self._exact + more * token + unit * ((self._tokens - 1) // _UNIT_TOKENS)) / self._elements
 
 
-def _sample(tokens: int) -> list[tuple[int, int]]:
+def _exact_bytes(codec: TransformCodec, snapshot: Snapshot, start: int, stop: int) -> int:
+    """Bytes of units of a few tokens, encoded: most of it is what is kept exactly."""
+    total = 0
+    for bases in codec.all_bases():
+        layers = range(bases.group.start, bases.group.stop)
+        geometries = codec.profile.layers[layers.start : layers.stop]
+        unit = Unit(layers.start, geometries[0], start, stop - start, layers=tuple(geometries))
+        total += len(codec.encode_span(unit, [snapshot.layer(index, start, stop) for index in layers]))
+    return total
+
+
+def _sample(tokens: int, most: int) -> list[tuple[int, int]]:
     """Runs of tokens at even distances, the sinks left out where there are others."""
     first = SINK_TOKENS if tokens > SINK_TOKENS else 0
-    if tokens - first <= SAMPLE_TOKENS:
+    if tokens - first <= most:
         return [(first, tokens)]
-    count = SAMPLE_TOKENS // _RUN_TOKENS
+    count = max(most // _RUN_TOKENS, 2)
     starts = [first + i * (tokens - first - _RUN_TOKENS) // (count - 1) for i in range(count)]
     return [(start, start + _RUN_TOKENS) for start in starts]
 

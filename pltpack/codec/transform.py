@@ -97,7 +97,7 @@ class TransformCodec(Codec):
         out._classes = rate.token_classes(self._profile, snapshot, cuts)
         goal = {key: value for key, value in self.get_config().items() if key != "step"}
         if goal and len(snapshot):
-            out._log_step = rate.choose(self, snapshot, out._classes, **goal)
+            out._log_step = rate.choose(out, snapshot, out._classes, **goal)
         return out
 
     def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
