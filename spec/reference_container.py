@@ -173,6 +173,11 @@ class Container:
     tensors: dict[str, np.ndarray]
     metadata: dict[str, str]
 
+    @property
+    def groups(self) -> bool:
+        """Whether the file's version knows layer groups and profiles."""
+        return int(self.metadata["format_version"].split(".")[1]) >= 1
+
     def table(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         """A table of records."""
         array = self.tensors[name]
@@ -260,12 +265,14 @@ def read_units(container: Container, identity: dict[str, Any], states: int) -> n
     units, layers = container.table("unit.index", UNIT), identity["layers"]
     end = 0
     for index, unit in enumerate(units):
-        tokens, layer = int(unit["token_count"]), int(unit["layer"])
+        tokens, layer, count = int(unit["token_count"]), int(unit["layer"]), int(unit["layer_count"])
         good = unit["offset"] == end and 1 <= tokens <= 1 << 16 and int(unit["token_start"]) + tokens <= 1 << 28
-        good = good and layer < len(layers) and unit["layer_count"] == 1 and unit["state"] < states
+        good = good and count >= 1 and layer + count <= len(layers) and unit["state"] < states
+        good = good and (count == 1 or (container.groups and unit["flags"] == 0))
         need(good and unit["flags"] <= 1 and unit["error"] >= 0, f"unit {index} of the index breaks the rules")
-        shape = layers[layer]
-        size = tokens * shape["heads"] * (shape["k_dim"] + shape["v_dim"]) * BYTES[shape["dtype"]]
+        size = 0
+        for shape in layers[layer : layer + count]:
+            size += tokens * shape["heads"] * (shape["k_dim"] + shape["v_dim"]) * BYTES[shape["dtype"]]
         need(size <= 1 << 30, f"unit {index} of the index is too large")
         end += int(unit["length"])
     need(end == len(container.tensors["unit.payload"]), "units do not cover the payload")

@@ -1,10 +1,11 @@
-"""Educational decoder of pltpack archives, written from spec/format.md and spec/codecs.md alone.
+"""Educational decoder of pltpack archives, written from spec/format.md, spec/codecs.md and spec/profile.md alone.
 
-Usage: python reference_decoder.py ARCHIVE OUT
+Usage: python reference_decoder.py ARCHIVE OUT [PROFILE]
 
 Writes one safetensors file per session to the new folder OUT, byte by byte as ``pltpack decompress --to safetensors``
-does. Checks every digest, every checksum and every rule of the tables. A damaged archive gives one line on standard
-error and exit code 2.
+does (of the codec ``transform`` up to the rounding that spec/codecs.md allows). Checks every digest, every checksum and
+every rule of the tables. A damaged archive gives one line on standard error and exit code 2. PROFILE is the profile of
+an archive that refers to one outside; else it is looked for as spec/profile.md says.
 
 Imports numpy, zstandard and the standard library only.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -24,7 +26,6 @@ from reference_container import (
     NODE,
     NONE,
     RUN,
-    Container,
     canonical,
     natural,
     quoted_name,
@@ -36,10 +37,11 @@ from reference_container import (
 from reference_group import Group
 from reference_lossless import Lossless
 from reference_numbers import DamagedError, KeyValue, Unit, need
+from reference_transform import Transform, digest_of, find_profile
 from reference_turboquant import TurboQuant
 from reference_xxh3 import xxh3_64
 
-CODECS: dict[str, Any] = {"lossless": Lossless, "group": Group, "turboquant": TurboQuant}
+CODECS: dict[str, Any] = {"lossless": Lossless, "group": Group, "transform": Transform, "turboquant": TurboQuant}
 
 # --- library segments -------------------------------------------------------------------------------------------
 
@@ -47,13 +49,19 @@ CODECS: dict[str, Any] = {"lossless": Lossless, "group": Group, "turboquant": Tu
 class Library:
     """A library segment."""
 
-    def __init__(self, folder: Path, entry: dict[str, Any], identity: dict[str, Any]) -> None:
-        self.identity, self.file = identity, entry["file"]
+    def __init__(
+        self, folder: Path, entry: dict[str, Any], identity: dict[str, Any], profile: Path | None = None
+    ) -> None:
+        self.identity, self.file, self.folder, self.profile = identity, entry["file"], folder, profile
         self.container = read_container(folder, entry, identity, "library")
         others, self.salts = self.container.list("libraries"), self.container.list("salts")
         need(all(isinstance(other, str) for other in others), "metadata 'libraries' is malformed")
         need(all(salt is None or isinstance(salt, str) for salt in self.salts), "metadata 'salts' is malformed")
         self.states = self.container.list("states")
+        digests = [entry["profile"] for entry in self.states if isinstance(entry, dict) and "profile" in entry]
+        need(self.container.groups or not digests, "a state is a profile, which the format version does not know")
+        good = all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+        need(good, "a profile's digest is malformed")
         self.units = read_units(self.container, identity, len(self.states))
         self.tokens = self.container.array("trie.tokens", "I32")
         need((self.tokens >= 0).all(), "a token id is negative")
@@ -70,28 +78,53 @@ class Library:
             self.check_tiling(index, length, self.units[first - count : first])
         need(token == len(self.tokens) and first == len(self.units), "trie nodes do not cover the tables")
         self.codecs: dict[int, Any] = {}
+        self.decoded: dict[tuple[int, int], list[KeyValue]] = {}
+        #: All segments of the archive: a state may be a profile that another one holds.
+        self.segments: list[Library] = []
 
     def check_tiling(self, index: int, length: int, units: np.ndarray) -> None:
-        """A node's units cover its tokens, layer by layer."""
-        layer = at = 0
+        """A node's units cover its tokens, layer group by layer group."""
+        layer = at = count = 0
         for unit in units:
             good = unit["node"] == index and unit["flags"] == 0 and unit["layer"] == layer
+            good = good and (at == 0 or unit["layer_count"] == count)
             need(good and unit["token_start"] == at, f"trie node {index} has units that do not fit")
-            at += int(unit["token_count"])
+            at, count = at + int(unit["token_count"]), int(unit["layer_count"])
             if at == length:
-                layer, at = layer + 1, 0
+                layer, at = layer + count, 0
         need(at == 0 and layer == len(self.identity["layers"]), f"trie node {index} is not covered by its units")
 
     def codec(self, index: int) -> Any:
         """The codec of a state, made once."""
         if index not in self.codecs:
             entry = self.states[index]
-            good = isinstance(entry, dict) and set(entry) == {"codec", "config"} and isinstance(entry["config"], dict)
-            need(good and isinstance(entry["codec"], str), f"codec state {index} is malformed")
+            good = isinstance(entry, dict) and set(entry) - {"profile"} == {"codec", "config"}
+            good = good and isinstance(entry["codec"], str) and isinstance(entry["config"], dict)
+            need(good, f"codec state {index} is malformed")
             need(entry["codec"] in CODECS, f"unknown codec {entry['codec']!r}")
-            state = read_state(self.container.array(f"codec.state.{index}", "U8"))
+            digest = entry.get("profile")
+            need((digest is not None) == (entry["codec"] == "transform"), f"codec state {index} is malformed")
+            state = self.held(index, digest) if digest is None or self.holds(index) else self.elsewhere(digest)
             self.codecs[index] = CODECS[entry["codec"]](entry["config"], state, self.identity)
         return self.codecs[index]
+
+    def holds(self, index: int) -> bool:
+        """Whether a state's arrays are in this segment."""
+        return len(self.container.array(f"codec.state.{index}", "U8")) > 0
+
+    def held(self, index: int, digest: str | None) -> dict[str, np.ndarray]:
+        """A state's arrays, which are in this segment; those of a profile have its digest."""
+        state = read_state(self.container.array(f"codec.state.{index}", "U8"))
+        need(digest in (None, digest_of(state)), f"codec state {index} is another profile than its entry says")
+        return state
+
+    def elsewhere(self, digest: str) -> dict[str, np.ndarray]:
+        """A profile that another segment holds, or else a file."""
+        for library in self.segments:
+            for index, entry in enumerate(library.states):
+                if isinstance(entry, dict) and entry.get("profile") == digest and library.holds(index):
+                    return library.held(index, digest)
+        return find_profile(digest, self.profile, self.folder)
 
 
 # --- shards and sessions ----------------------------------------------------------------------------------------
@@ -105,6 +138,7 @@ class Shard:
     ) -> None:
         self.identity = identity
         self.container = read_container(folder, entry, identity, "shard")
+        self.decoded: dict[tuple[int, int], list[KeyValue]] = {}
         metadata = self.container.metadata
         same = metadata["session"] == entry["session"] and metadata.get("salt") == entry.get("salt")
         need(same, "shard belongs to another session than the manifest says")
@@ -119,13 +153,14 @@ class Shard:
         need((self.tokens >= 0).all(), "a token id is negative")
         need(len(self.tokens) == entry["tokens"], "shard has another number of tokens than the manifest says")
         self.units = read_units(self.container, identity, len(self.states))
-        before = (0, 0)
+        layers, least = range(1), 0
         for unit in self.units:
-            place = (int(unit["layer"]), int(unit["token_start"]))
-            end = place[1] + int(unit["token_count"])
-            need(unit["node"] == NONE and place >= before, "units overlap or are out of order")
-            need(end <= len(self.tokens), "a unit reaches beyond the session's end")
-            before = (place[0], end)
+            mine = range(int(unit["layer"]), int(unit["layer"]) + int(unit["layer_count"]))
+            start = int(unit["token_start"])
+            behind = mine.start >= layers.stop or (mine == layers and start >= least)
+            need(unit["node"] == NONE and (behind or least == 0), "units overlap or are out of order")
+            layers, least = mine, start + int(unit["token_count"])
+            need(least <= len(self.tokens), "a unit reaches beyond the session's end")
         self.runs = self.container.table("map", RUN)
         end = 0
         for index, run in enumerate(self.runs):
@@ -153,23 +188,22 @@ class Shard:
 
     def layer(self, index: int) -> KeyValue:
         """Keys and values of one layer, as words."""
-        shape = self.identity["layers"][index]
-        unit = Unit(index, shape["heads"], shape["k_dim"], shape["v_dim"], shape["dtype"], len(self.tokens), 0)
+        unit = dataclasses.replace(layer_unit(self.identity, index), tokens=len(self.tokens))
         keys, values = (np.zeros(size, unit.word) for size in unit.shapes)
         mapped, covered = (np.zeros(len(self.tokens), bool) for _ in range(2))
         for run in self.runs:
             library, start = self.libraries[run["library"]], int(run["session_start"])
             node, stop = library.nodes[run["node"]], start + int(run["length"])
             units = library.units[node["first_unit"] : node["first_unit"] + node["unit_count"]]
-            for record in units[units["layer"] == index]:
+            for record in units[holds_layer(units, index)]:
                 at = int(node["position"]) + int(record["token_start"])
                 low, high = max(at, start), min(at + int(record["token_count"]), stop)
                 if low < high:
-                    found = decode_unit(library.container, record, library.codec(record["state"]), unit, at, None)
+                    found = decode_unit(library, record, library.codec(record["state"]), unit, at, None)
                     keys[:, low:high] = found[0][:, low - at : high - at]
                     values[:, low:high] = found[1][:, low - at : high - at]
                     mapped[low:high] = covered[low:high] = True
-        for record in self.units[self.units["layer"] == index]:
+        for record in self.units[holds_layer(self.units, index)]:
             at, end = int(record["token_start"]), int(record["token_start"]) + int(record["token_count"])
             number, state = self.states[record["state"]]
             reference = None
@@ -177,22 +211,46 @@ class Shard:
                 need(mapped[at:end].all(), "a unit needs a reference that the mapping table does not give")
                 reference = keys[:, at:end].copy(), values[:, at:end].copy()
             codec = self.libraries[number].codec(state)
-            keys[:, at:end], values[:, at:end] = decode_unit(self.container, record, codec, unit, at, reference)
+            keys[:, at:end], values[:, at:end] = decode_unit(self, record, codec, unit, at, reference)
             covered[at:end] = True
         gaps = np.flatnonzero(~covered)
         need(len(gaps) == 0, f"no unit holds layer {index}, token {gaps[:1].sum()}")
         return keys, values
 
 
-def decode_unit(container: Container, record: np.void, codec: Any, layer: Unit, position: int,
+def layer_unit(identity: dict[str, Any], index: int) -> Unit:
+    """A layer's geometry, without tokens."""
+    shape = identity["layers"][index]
+    return Unit(index, shape["heads"], shape["k_dim"], shape["v_dim"], shape["dtype"], 0, 0)
+
+
+def holds_layer(units: np.ndarray, layer: int) -> np.ndarray:
+    """Which units of an index hold a layer."""
+    first = units["layer"].astype(int)
+    return (first <= layer) & (layer < first + units["layer_count"])
+
+
+def decode_unit(segment: Library | Shard, record: np.void, codec: Any, layer: Unit, position: int,
                 reference: KeyValue | None) -> KeyValue:  # fmt: skip
-    """Decode one unit of the index."""
-    unit = dataclasses.replace(layer, tokens=int(record["token_count"]), position=position)
-    first = int(record["offset"])
-    payload = container.tensors["unit.payload"][first : first + int(record["length"])].tobytes()
-    need(xxh3_64(payload) == record["checksum"], "a unit does not match its checksum")
-    out: KeyValue = codec.decode(payload, unit, reference)
-    return out
+    """One layer of a unit of the index."""
+    first, count = int(record["offset"]), int(record["layer_count"])
+    key = (first, int(record["layer"]))
+    if key not in segment.decoded:
+        payload = segment.container.tensors["unit.payload"][first : first + int(record["length"])].tobytes()
+        need(xxh3_64(payload) == record["checksum"], "a unit does not match its checksum")
+        place: dict[str, Any] = {"tokens": int(record["token_count"]), "position": position}
+        if isinstance(codec, Transform):
+            layers = range(int(record["layer"]), int(record["layer"]) + count)
+            units = [dataclasses.replace(layer_unit(segment.identity, index), **place) for index in layers]
+            found = codec.decode(payload, units, None if reference is None else [reference])
+        else:
+            need(count == 1, "a unit holds several layers, which its codec does not")
+            found = [codec.decode(payload, dataclasses.replace(layer, **place), reference)]
+        if count == 1:
+            return found[0]
+        # Asked for layer by layer, but decoded once.
+        segment.decoded[key] = found
+    return segment.decoded[key][layer.layer - key[1]]
 
 
 # --- dumps ------------------------------------------------------------------------------------------------------
@@ -220,16 +278,18 @@ def write_dump(path: Path, session: str, salt: str | None, shard: Shard) -> None
             file.write(np.ascontiguousarray(array).tobytes())
 
 
-def decode(folder: Path, out: Path) -> None:
+def decode(folder: Path, out: Path, profile: Path | None = None) -> None:
     """Decode all sessions of an archive into a new folder."""
     at = folder / "MANIFEST.json"
     try:
         need(at.is_file(), "not an archive (no MANIFEST.json)")
         body = read_manifest(folder)
-        known = {}
+        known: dict[str, Library] = {}
         for entry in body["libraries"]:
             at = folder / entry["file"]
-            known[entry["head_sha256"]] = Library(folder, entry, body["identity"])
+            known[entry["head_sha256"]] = Library(folder, entry, body["identity"], profile)
+        for library in known.values():
+            library.segments = list(known.values())
         out.mkdir(parents=True)
         for entry in body["sessions"]:
             at = folder / entry["file"]
@@ -241,11 +301,11 @@ def decode(folder: Path, out: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Command line; returns the exit code."""
-    if len(arguments) != 2:
-        print("usage: python reference_decoder.py ARCHIVE OUT", file=sys.stderr)
+    if len(arguments) not in (2, 3):
+        print("usage: python reference_decoder.py ARCHIVE OUT [PROFILE]", file=sys.stderr)
         return 2
     try:
-        decode(Path(arguments[0]), Path(arguments[1]))
+        decode(*map(Path, arguments))
     except (DamagedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pltpack.archive import profiles
 from pltpack.archive.segments import Segment, strings
 from pltpack.codec import registry
 from pltpack.codec.base import Codec, State
@@ -21,13 +22,6 @@ from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import Identity
 
 FindProfile = Callable[[str], State]
-
-
-def open_codec(codec_id: str, config: dict[str, Any], arrays: State, identity: Identity) -> Codec:
-    """Make a codec and start it with a state."""
-    codec = registry.codec(codec_id, config)
-    codec.start(arrays, identity)
-    return codec
 
 
 class Library(Segment):
@@ -71,7 +65,9 @@ class Library(Segment):
         self.states = tables.metadata_list(metadata, "states", path)
         states = {f"codec.state.{index}" for index in range(len(self.states))}
         self._check_names({"unit.index", "trie.nodes", "trie.tokens", *states}, {"libraries", "salts", "states"})
-        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
+        if not self.groups and any(isinstance(entry, dict) and "profile" in entry for entry in self.states):
+            raise FormatError("a codec state names a profile, which its format version does not know", path)
+        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states), self.groups)
         layers = len(self.identity.layers)
         self.nodes = tables.read_nodes(self.container, self.units, layers, len(self.others), len(self.salts))
         self.tokens = self._token_ids("trie.tokens")
@@ -103,9 +99,14 @@ class Library(Segment):
     def profile_digest(self, index: int) -> str | None:
         """Digest of the profile that one state is, if it is one."""
         self.state_entry(index)
-        digest = self.states[index].get("profile")  # type: ignore[attr-defined]
-        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
-            raise FormatError(f"codec state {index} is malformed", self.container.path)
+        entry = self.states[index]
+        assert isinstance(entry, dict)
+        if "profile" not in entry:
+            return None
+        digest = entry["profile"]
+        if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
+            raise FormatError(f"codec state {index} names a profile by something else than a digest",
+                              self.container.path)  # fmt: skip
         return digest
 
     def embeds(self, index: int) -> bool:
@@ -128,9 +129,12 @@ class Library(Segment):
                 raise FormatError(f"codec state {index} names a profile elsewhere", self.container.path)
             return self._find_profile(digest)
         try:
-            return state_format.unpack(self.container.array(f"codec.state.{index}", "U8"))
+            arrays = state_format.unpack(self.container.array(f"codec.state.{index}", "U8"))
         except ValueError as error:
             raise FormatError(f"codec state {index}: {error}", self.container.path) from None
+        if digest is not None and profiles.digest(arrays) != digest:
+            raise FormatError(f"codec state {index} is another profile than its entry says", self.container.path)
+        return arrays
 
     def codec(self, index: int) -> Codec:
         """The started codec of one state; made once."""
@@ -138,7 +142,11 @@ class Library(Segment):
             if index not in self._codecs:
                 codec_id, config = self.state_entry(index)
                 try:
-                    self._codecs[index] = open_codec(codec_id, config, self.state(index), self.identity)
+                    codec = registry.codec(codec_id, config)
+                    if codec.calibrated != (self.profile_digest(index) is not None):
+                        raise ValueError("a profile that its codec does not take, or none where it needs one")
+                    codec.start(self.state(index), self.identity)
+                    self._codecs[index] = codec
                 except ValueError as error:
                     raise FormatError(f"codec state {index}: {error}", self.container.path) from None
                 except PltpackError as error:

@@ -55,7 +55,9 @@ class Merger:
             if profile is not None:
                 entry["profile"] = profile
                 blob = self._profile_blob(profile, library, index)
-            equal = [i for i, (e, b) in enumerate(self._states) if e == entry and np.array_equal(b, blob)]
+            # A profile may be here already, and its blob then be empty.
+            equal = [i for i, (e, b) in enumerate(self._states)
+                     if e == entry and (profile is not None or np.array_equal(b, blob))]  # fmt: skip
             if not equal:
                 self._states.append((entry, blob))
             self._state_index[key] = equal[0] if equal else len(self._states) - 1
@@ -99,8 +101,10 @@ class Merger:
         libraries = self._archive.libraries
         used = [(libraries[lib], node) for lib, node in self._nodes]
         salts = sorted({lib.salts[lib.nodes[n]["tenant"]] for lib, n in used}, key=lambda s: (s is not None, str(s)))
+        groups = any(_grouped(library.units_of(node)) for library, node in used)
+        groups |= any("profile" in entry for entry, _ in self._states)
         metadata = {
-            **container_metadata("library", self._archive.identity),
+            **container_metadata("library", self._archive.identity, groups),
             "states": dumps_json([entry for entry, _ in self._states]),
             "libraries": "[]",
             "salts": dumps_json(salts),
@@ -144,8 +148,9 @@ class Merger:
     ) -> SessionEntry:
         """Write a session's shard so that it refers to the merged segment."""
         states = sorted({self._state(shard.libraries[lib], state) for lib, state in shard.states})
+        groups = _grouped(shard.units) or any("profile" in self._states[state][0] for state in states)
         metadata = {
-            **container_metadata("shard", self._archive.identity),
+            **container_metadata("shard", self._archive.identity, groups),
             "session": shard.entry.session,
             "libraries": dumps_json([library.head_sha256]),
             "states": dumps_json([[0, state] for state in states]),
@@ -179,6 +184,10 @@ class Merger:
         """Payload bytes that will be copied."""
         nodes = sum(int(self._archive.libraries[lib].units_of(n)["length"].sum()) for lib, n in self._nodes)
         return nodes + sum(shard.container.payload_bytes for shard in self._shards)
+
+
+def _grouped(units: np.ndarray) -> bool:
+    return bool((units["layer_count"] != 1).any())
 
 
 def _copy(

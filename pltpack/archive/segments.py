@@ -14,7 +14,7 @@ import xxhash
 
 from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
 from pltpack.errors import FormatError
-from pltpack.format.container import FORMAT_VERSION, Container
+from pltpack.format.container import FORMAT_VERSION, MINOR_GROUPS, Container
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry
 
@@ -33,17 +33,22 @@ class Segment(abc.ABC):
     container : Container
     units : ndarray
         Checked unit index.
+    groups : bool
+        Whether the container's version knows layer groups and profiles.
     """
 
     container: Container
     entry: FileEntry
     units: np.ndarray
     identity: Identity
+    groups: bool
 
     def _check_kind(self, kind: str) -> None:
         metadata, path = self.container.metadata, self.container.path
-        if not re.fullmatch(rf"{FORMAT_VERSION[0]}\.[0-9]{{1,5}}", metadata.get("format_version", "")):
+        version = re.fullmatch(rf"{FORMAT_VERSION[0]}\.([0-9]{{1,5}})", metadata.get("format_version", ""))
+        if version is None:
             raise FormatError(f"format version {metadata.get('format_version')!r} is not supported", path)
+        self.groups = int(version[1]) >= MINOR_GROUPS
         if metadata.get("kind") != kind:
             raise FormatError(f"not a {kind} file", path)
         if metadata.get("identity_sha256") != self.identity.digest():

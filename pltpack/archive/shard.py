@@ -62,7 +62,7 @@ class Shard(Segment):
         self.tokens = self._token_ids("tokens")
         if len(self.tokens) != self.entry.tokens:
             raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
-        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states))
+        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states), self.groups)
         if (self.units["node"] != tables.NO_NODE).any():
             raise FormatError("a unit of a shard names a library node", path)
         ends = self.units["token_start"].astype(np.int64) + self.units["token_count"]

@@ -232,7 +232,7 @@ class GenerationWriter:
         salts = sorted({n.owner.identity.salt for n in nodes}, key=lambda s: (s is not None, s))
         others = [lib for lib in self._libraries if any(n.parent and n.parent.library is lib for n in nodes)]
         metadata = {
-            **container_metadata("library", identity),
+            **container_metadata("library", identity, codec.spans or codec.calibrated),
             "states": dumps_json([entry]),
             "libraries": dumps_json([lib.entry.head_sha256 for lib in others]),
             "salts": dumps_json(salts),
@@ -286,7 +286,7 @@ class GenerationWriter:
             draft.keep_near(pool, self._advance)
         used = [lib for lib in self._libraries if lib is library or any(r.library is lib for r in draft.runs)]
         metadata = {
-            **container_metadata("shard", identity),
+            **container_metadata("shard", identity, place.codec.spans or place.codec.calibrated),
             "session": snapshot.session,
             "libraries": dumps_json([lib.entry.head_sha256 for lib in used]),
             "states": dumps_json([[used.index(library), place.state]]),

@@ -27,6 +27,8 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TABLE_BYTES = 1 << 29
 PAYLOAD = "unit.payload"
 FORMAT_VERSION = (1, 0)
+#: Minor version from which on containers may hold units of layer groups, and states that are profiles.
+MINOR_GROUPS = 1
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8"),

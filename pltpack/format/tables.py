@@ -51,7 +51,7 @@ def as_bytes(records: np.ndarray) -> np.ndarray:
     return np.frombuffer(records.tobytes(), np.uint8).reshape(len(records), records.dtype.itemsize)
 
 
-def read_units(container: Container, token_bytes: Sequence[int], states: int) -> np.ndarray:
+def read_units(container: Container, token_bytes: Sequence[int], states: int, groups: bool = True) -> np.ndarray:
     """The unit index, checked: units cover the payload in order, without holes or overlaps.
 
     Parameters
@@ -61,6 +61,8 @@ def read_units(container: Container, token_bytes: Sequence[int], states: int) ->
         Per layer of the archive's identity, raw bytes of one token.
     states : int
         Number of codec states that the container refers to.
+    groups : bool
+        Whether the container's version knows units of several layers.
 
     Returns
     -------
@@ -80,6 +82,8 @@ def read_units(container: Container, token_bytes: Sequence[int], states: int) ->
     bad |= units["token_start"].astype(np.uint64) + units["token_count"] > MAX_TOKENS
     last = units["layer"].astype(np.int64) + units["layer_count"]
     bad |= (units["layer_count"] == 0) | (last > layers)
+    # A reference is one layer's, and the first version had units of one layer only.
+    bad |= (units["layer_count"] != 1) & ((units["flags"] != 0) | (not groups))
     bad |= (units["state"] >= states) | ((units["flags"] & ~np.uint16(FLAG_REFERENCE)) != 0)
     bad |= ~(units["error"] >= 0)
     if not bad.any() and len(units):
