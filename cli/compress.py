@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,15 +15,24 @@ from pltpack_cli.options import (
     dumps_argument,
     json_option,
     no_dedup_option,
+    target_options,
 )  # fmt: skip
 from pltpack_cli.output import print_json, print_stats
 from pltpack_cli.progress import progress_bars
+
+if TYPE_CHECKING:
+    from pltpack.archive.settings import Target
 
 
 @click.command(short_help="Dumps in, a new archive out.")
 @dumps_argument
 @click.option("-o", "--output", type=PATH, required=True, metavar="ARCHIVE", help="Archive to write; must not exist.")
-@click.option("--quality", type=TIER, help="Quality tier, see above. [default: q4]")
+@click.option("--quality", type=TIER, help="Quality tier, see above. [default: balanced with a profile, else q4]")
+@click.option("--profile", type=PATH, metavar="FILE",
+              help="Profile of the model, from pltpack calibrate; it goes into the archive.")  # fmt: skip
+@click.option("--external-profile", type=PATH, metavar="FILE",
+              help="The same, but the archive only names it, and needs it to be read.")  # fmt: skip
+@target_options
 @no_dedup_option
 @click.option("--block", type=click.IntRange(min=1), default=32, show_default=True, metavar="TOKENS",
               help="Tokens per block, the unit of sharing and paging; 16 to 32 are recommended.")  # fmt: skip
@@ -31,16 +41,21 @@ from pltpack_cli.progress import progress_bars
               help="Where to encode.")  # fmt: skip
 @json_option
 def compress(
-    dumps: tuple[Path, ...], output: Path, quality: str | None, no_dedup: bool, block: int, format_: str | None,
-    tokens: Path | None, device: str, as_json: bool,
+    dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
+    target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, block: int,
+    format_: str | None, tokens: Path | None, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
     \b
     Tiers:
+      near, balanced, small with a profile: KL divergence of up to 0.003, 0.01, 0.025
       lossless              bit-exact, for every dtype
       q4, q3, q2, q1        about 4 to 1 bits a value, finer for tokens that matter, first 4 exact
       turboquant-4, -3, -2  the per-vector baseline: random rotation, Lloyd-Max levels
+
+    Exits with 3 and writes nothing if a tier's promise or a target cannot be kept; what is written takes at most 3 %
+    more than --target-bits or --target-bytes.
     """
     import pltpack
     from pltpack.errors import UnsupportedError
@@ -48,8 +63,11 @@ def compress(
     if device == "cuda":
         raise UnsupportedError("--device cuda: codecs on a device are not in this version")
     with progress_bars() as progress:
-        stats = pltpack.compress(dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_,
-                                 tokens=tokens, progress=progress)  # fmt: skip
+        stats = pltpack.compress(
+            dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
+            profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
+            progress=progress,
+        )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, output)
 
 
@@ -57,17 +75,32 @@ def compress(
 @archive_argument
 @dumps_argument
 @click.option("--quality", type=TIER, help="Quality tier of the new sessions. [default: the archive's own]")
+@click.option("--profile", type=PATH, metavar="FILE",
+              help="Profile for the new sessions, or the one that the archive names. [default: the archive's own]")
+@target_options
 @no_dedup_option
 @dump_options
 @json_option
 def append(
-    archive: Path, dumps: tuple[Path, ...], quality: str | None, no_dedup: bool, format_: str | None,
-    tokens: Path | None, as_json: bool,
+    archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
+    target_bits: float | None, target_bytes: int | None, no_dedup: bool, format_: str | None, tokens: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
 
     with progress_bars() as progress:
-        stats = pltpack.append(archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_,
-                               tokens=tokens, progress=progress)  # fmt: skip
+        stats = pltpack.append(
+            archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_, tokens=tokens,
+            profile=profile, target=_target(target_kl, target_bits, target_bytes), progress=progress,
+        )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)
+
+
+def _target(kl: float | None, bits: float | None, size: int | None) -> Target | None:
+    from pltpack.archive.settings import Target
+
+    given = [name for name, value in (("kl", kl), ("bits", bits), ("bytes", size)) if value is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"--target-{given[0]} and --target-{given[1]} exclude each other")
+    return Target(kl, bits, size) if given else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pltpack_cli.options import FORMAT, IDENTITY_FIELDS, PATH, Span, archive_argument, json_option
+from pltpack_cli.options import FORMAT, IDENTITY_FIELDS, PATH, Span, archive_argument, json_option, profile_option
 from pltpack_cli.output import count, plain, print_json, size
 from pltpack_cli.progress import progress_bars
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
               help="A dump, or a JSON file with an identity: the archive's must match it.")  # fmt: skip
 @click.option("--accept-unknown", multiple=True, type=click.Choice(IDENTITY_FIELDS), metavar="FIELD",
               help="With --identity, take an archive that does not record this field; may be repeated.")  # fmt: skip
+@profile_option
 @json_option
 def decompress(
     archive: Path, output: Path, to: str, sessions: tuple[str, ...], layers: slice | None, tokens: slice | None,
-    identity: Path | None, accept_unknown: tuple[str, ...], as_json: bool,
+    identity: Path | None, accept_unknown: tuple[str, ...], profile: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write the sessions of an archive as dumps; values have their original dtype."""
     import pltpack
@@ -39,7 +40,8 @@ def decompress(
     with progress_bars() as progress:
         files = pltpack.decompress(
             archive, output, to=to, sessions=sessions or None, layers=_layers(archive, layers), tokens=tokens,
-            identity=_identity(identity), accept_unknown=accept_unknown, progress=progress,
+            identity=_identity(identity), accept_unknown=accept_unknown, profile=profile,
+            progress=progress,
         )  # fmt: skip
     if as_json:
         print_json({"output": output, "format": to, "files": files})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pltpack_cli.options import archive_argument, json_option
+from pltpack_cli.options import archive_argument, json_option, profile_option
 from pltpack_cli.output import count, number, plain, print_json, size
 
 if TYPE_CHECKING:
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 @click.command(short_help="Show what an archive holds, as a tree.")
 @archive_argument
 @click.option("--session", "sessions", multiple=True, metavar="ID", help="Only this session; may be repeated.")
+@profile_option
 @json_option
-def inspect(archive: Path, sessions: tuple[str, ...], as_json: bool) -> None:
+def inspect(archive: Path, sessions: tuple[str, ...], profile: Path | None, as_json: bool) -> None:
     """Show what an archive holds: identity, library segments, sessions with sizes, codec and mapping table."""
     import pltpack
     from pltpack.errors import NotFoundError
 
-    with pltpack.open(archive) as opened:
+    with pltpack.open(archive, profile=profile) as opened:
         for session in sessions:
             if session not in opened.sessions:
                 raise NotFoundError(f"no session {session!r}", archive)
@@ -59,6 +60,8 @@ def _print_tree(description: Mapping[str, Any]) -> None:
         add(identity, field, _layers(value) if field == "layers" else _value(value))
     segments = description["libraries"]
     libraries = add(root, "library", f"{count(len(segments), 'segment')}, {size(stats['library_bytes'])}")
+    if stats["profile_bytes"]:
+        add(libraries, "profile", size(stats["profile_bytes"]))
     for segment in segments:
         _add_library(add, libraries, segment)
     shown = description["sessions"]
@@ -98,7 +101,8 @@ def _add_session(add: Callable[..., Tree], parent: Tree, entry: Mapping[str, Any
 
 def _codec(state: Mapping[str, Any]) -> str:
     settings = ", ".join(f"{key}={value}" for key, value in state["config"].items())
-    return f"{state['codec']} ({settings})" if settings else str(state["codec"])
+    shown = f"{state['codec']} ({settings})" if settings else str(state["codec"])
+    return f"{shown} with profile {state['profile'][:16]}…" if "profile" in state else shown
 
 
 def _layers(layers: Sequence[Mapping[str, Any]]) -> str:

@@ -66,6 +66,9 @@ FORMAT = Name("FORMAT", _formats)
 archive_argument = click.argument("archive", type=PATH)
 dumps_argument = click.argument("dumps", metavar="DUMP...", type=PATH, nargs=-1, required=True)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+profile_option = click.option(
+    "--profile", type=PATH, metavar="FILE", help="The profile of an archive that refers to one outside it."
+)
 no_dedup_option = click.option(
     "--no-dedup", is_flag=True, help="Store every session alone, even where sessions share a prefix."
 )
@@ -77,3 +80,15 @@ def dump_options(command: Decorated) -> Decorated:
                            help="JSON file of token ids, for dumps that hold none.")(command)  # fmt: skip
     return click.option("--from", "format_", type=FORMAT,
                         help="Format of the dumps. [default: told by their content]")(command)  # fmt: skip
+
+
+def target_options(command: Decorated) -> Decorated:
+    """What to aim at instead of a tier's promise: ``--target-kl``, ``--target-bits`` and ``--target-bytes``."""
+    positive = click.FloatRange(min=0, min_open=True)
+    command = click.option("--target-bytes", type=click.IntRange(min=1), metavar="BYTES",
+                           help="Instead: bytes for all of them, the profile not counted.")(command)  # fmt: skip
+    command = click.option("--target-bits", type=positive, metavar="BITS",
+                           help="Instead: bits per element, each session.")(command)  # fmt: skip
+    return click.option("--target-kl", type=positive, metavar="NATS",
+                        help="Instead of a tier's promise, with a profile: this KL divergence as the profile predicts "
+                        "it, each session.")(command)  # fmt: skip

@@ -78,6 +78,7 @@ def print_stats(stats: Mapping[str, Any], archive: object) -> None:
         ("raw", size(stats["raw_bytes"])),
         ("packed", size(stats["archive_bytes"])),
         ("  library", size(stats["library_bytes"])),
+        *([("  profile", f"{size(stats['profile_bytes'])} of the library")] if stats["profile_bytes"] else []),
         ("  shards", size(stats["shard_bytes"])),
         ("ratio", number(stats["ratio"], 2, "x")),
         ("bits/element", number(stats["bits_per_element"], 3)),

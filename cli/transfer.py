@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pltpack_cli.options import PATH, archive_argument, json_option
+from pltpack_cli.options import PATH, archive_argument, json_option, profile_option
 from pltpack_cli.output import plain, print_json, size
 
 
@@ -14,12 +14,13 @@ from pltpack_cli.output import plain, print_json, size
 @archive_argument
 @click.argument("session")
 @click.option("-o", "--output", type=PATH, required=True, metavar="FILE", help="File to write; must not exist.")
+@profile_option
 @json_option
-def export_session(archive: Path, session: str, output: Path, as_json: bool) -> None:
+def export_session(archive: Path, session: str, output: Path, profile: Path | None, as_json: bool) -> None:
     """Write SESSION of an archive, with what it shares, as one file that needs nothing else."""
     import pltpack
 
-    file = Path(pltpack.export_session(archive, session, output))
+    file = Path(pltpack.export_session(archive, session, output, profile))
     written = file.stat().st_size
     if as_json:
         print_json({"session": session, "file": file, "bytes": written})

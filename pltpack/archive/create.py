@@ -19,6 +19,7 @@ from pltpack.archive.encoding import Progress
 from pltpack.archive.reader import Archive
 from pltpack.archive.settings import Settings, Target
 from pltpack.archive.writer import GenerationWriter
+from pltpack.codec.base import State
 from pltpack.dumps import open_dumps
 from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError, UnsupportedError
 from pltpack.format import durable
@@ -101,10 +102,7 @@ def compress(
     settings.check()
     place = new_target(out)
     snapshots = _snapshots(dumps, format, tokens)
-    if of is not None:
-        # A dump may know less than calibration did; its name for the model may be another.
-        asked = dataclasses.replace(of, model=None, salt=snapshots[0].identity.salt)
-        snapshots[0].identity.require_loadable(asked, PROFILE_FIELDS, snapshots[0].origin)
+    _check_profile(of, snapshots[0])
     with new_archive(place) as folder:
         GenerationWriter(folder, None, settings, progress or quiet).add(snapshots)
     with Archive(place, profile=external_profile) as archive:
@@ -133,12 +131,14 @@ def append(
         If a session of the same name is in the archive, or another writer is at work.
     """
     folder = Path(archive)
-    with open_for_writing(folder) as current:
+    arrays, of = _profile(profile, None)
+    with open_for_writing(folder, _own(folder, profile, arrays)) as current:
         manifest = current.manifest
-        arrays, _ = _profile(profile, None)
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
                             arrays, target=target or Target())  # fmt: skip
-        GenerationWriter(folder, current, settings, progress or quiet).add(_snapshots(dumps, format, tokens))
+        snapshots = _snapshots(dumps, format, tokens)
+        _check_profile(of, snapshots[0])
+        GenerationWriter(folder, current, settings, progress or quiet).add(snapshots)
     with Archive(folder) as updated:
         return updated.stats()
 
@@ -152,6 +152,29 @@ def _profile(
     return (None, None) if path is None else profiles.load(path)
 
 
+def _own(folder: Path, path: PathLike | None, arrays: State | None) -> PathLike | None:
+    """The file given, if it is a profile that the archive names by its digest."""
+    if arrays is None:
+        return None
+    wanted = profiles.digest(arrays)
+    with Archive(folder) as archive:
+        states = [(library, index) for library in archive.libraries for index in range(len(library.states))]
+        return path if any(library.profile_digest(index) == wanted for library, index in states) else None
+
+
+def _check_profile(of: Identity | None, snapshot: Snapshot) -> None:
+    """Refuse sessions of another model than a profile's; a dump may know less of its model than calibration did."""
+    if of is None:
+        return
+    layers = of.layers
+    if len(layers) == len(snapshot.identity.layers):
+        # Attention windows do not matter to what is stored.
+        pairs = zip(layers, snapshot.identity.layers, strict=True)
+        layers = tuple(dataclasses.replace(mine, window=theirs.window) for mine, theirs in pairs)
+    asked = dataclasses.replace(of, model=None, salt=snapshot.identity.salt, layers=layers)
+    snapshot.identity.require_loadable(asked, PROFILE_FIELDS, snapshot.origin)
+
+
 def _snapshots(dumps: Sequence[PathLike | Snapshot], format: str | None, tokens: PathLike | None) -> list[Snapshot]:
     paths = [dump for dump in dumps if not isinstance(dump, Snapshot)]
     given = [dump for dump in dumps if isinstance(dump, Snapshot)]
@@ -162,11 +185,11 @@ def _snapshots(dumps: Sequence[PathLike | Snapshot], format: str | None, tokens:
 
 
 @contextlib.contextmanager
-def open_for_writing(folder: Path) -> Iterator[Archive]:
+def open_for_writing(folder: Path, profile: PathLike | None = None) -> Iterator[Archive]:
     """The present generation of an archive, with the writer's lock held; a failure leaves no new files behind."""
     with Archive(folder):
         pass
-    with durable.writer_lock(folder), Archive(folder) as archive:
+    with durable.writer_lock(folder), Archive(folder, profile=profile) as archive:
         before = _data_files(folder)
         try:
             yield archive

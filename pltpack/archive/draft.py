@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from pltpack.archive.decoding import mapped_units
 from pltpack.archive.encoding import UnitJob, split
 from pltpack.archive.library import Library
 from pltpack.archive.sampling import TokenRange
+from pltpack.archive.segments import Segment
 from pltpack.archive.sharing import Run, run_records
 from pltpack.codec.base import KeyValue
 from pltpack.snapshot import Snapshot
@@ -73,36 +75,48 @@ class Draft:
         """Drop the mapping from the first row on whose values are not this session's own but for kernel noise."""
         layers = self.snapshot.identity.layers
         for index, run in enumerate(self.runs):
-            near = pool.map(self._layer_near, [run] * len(layers), range(len(layers)))
-            if not all(near):
+            if not all(pool.map(lambda near: near(), self._comparisons(run))):
                 self.runs = self.runs[:index]
                 return
             progress(run.length * sum(layer.bytes_per_token for layer in layers))
 
-    def _layer_near(self, run: Run, layer: int) -> bool:
+    def _comparisons(self, run: Run) -> list[Callable[[], bool]]:
+        """What a row's values must pass: one comparison a layer, or one a unit, which is decoded once."""
         start, stop = run.session_start, run.session_start + run.length
-        own = self.snapshot.layer(layer, start, stop)
+        layers = range(len(self.snapshot.identity.layers))
         if run.library is self._opened:
             owner = self._owners[run.node]
-            return owner is self.snapshot or token_error(own, owner.layer(layer, start, stop)) <= KERNEL_NOISE
-        for error, first, last, values in self._decoded(layer, start, stop):
+            return [functools.partial(self._near_owner, owner, layer, start, stop) for layer in layers]
+        records = run_records(self.runs, self._libraries)
+        units = {
+            int(record["offset"]): functools.partial(self._near_unit, segment, record, first, last)
+            for layer in layers
+            for segment, record, first, last in mapped_units(records, self._libraries, layer, start, stop)
+        }
+        return list(units.values())
+
+    def _near_owner(self, owner: Snapshot, layer: int, start: int, stop: int) -> bool:
+        if owner is self.snapshot:
+            return True
+        own = self.snapshot.layer(layer, start, stop)
+        return token_error(own, owner.layer(layer, start, stop)) <= KERNEL_NOISE
+
+    def _near_unit(self, segment: Segment, record: np.void, first: int, last: int) -> bool:
+        at, error = segment.position_of(record), float(record["error"])
+        part = slice(first - at, last - at)
+        for layer, (keys, values) in enumerate(segment.decode_span(record), int(record["layer"])):
             mine = self.snapshot.layer(layer, first, last)
-            if not token_error(mine, values) <= KERNEL_NOISE + ERROR_SPREAD * error:
+            if not token_error(mine, (keys[:, part], values[:, part])) <= KERNEL_NOISE + ERROR_SPREAD * error:
                 return False
         return True
 
     def _mapped_values(self, layer: int, start: int, stop: int) -> KeyValue:
-        parts = [values for *_, values in self._decoded(layer, start, stop)]
-        return np.concatenate([p[0] for p in parts], axis=1), np.concatenate([p[1] for p in parts], axis=1)
-
-    def _decoded(self, layer: int, start: int, stop: int) -> Iterator[tuple[float, int, int, KeyValue]]:
-        records = run_records(self.runs, self._libraries)
+        records, parts = run_records(self.runs, self._libraries), []
         for segment, record, first, last in mapped_units(records, self._libraries, layer, start, stop):
             at = segment.position_of(record)
             keys, values = segment.decode_span(record)[layer - int(record["layer"])]
-            yield (float(record["error"]), first, last,
-                   (keys[:, first - at : last - at], values[:, first - at : last - at]))  # fmt: skip
-
+            parts.append((keys[:, first - at : last - at], values[:, first - at : last - at]))
+        return np.concatenate([p[0] for p in parts], axis=1), np.concatenate([p[1] for p in parts], axis=1)
 
 def token_error(own: KeyValue, other: KeyValue) -> float:
     """Largest relative difference of a token's vector, over keys and values, heads taken together.

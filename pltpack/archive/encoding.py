@@ -16,6 +16,7 @@ import xxhash
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.sink import Sink
 from pltpack.codec.base import Codec, EncodeJob, KeyValue, Unit
+from pltpack.errors import PromiseError
 from pltpack.format import tables
 from pltpack.format.container import ContainerWriter
 from pltpack.snapshot import LayerGeometry, Snapshot
@@ -188,7 +189,10 @@ class UnitWriter:
         """The codec for a session; the last one is kept, as jobs come session by session."""
         with self._preparing:
             if self._ready is None or self._ready[0] is not snapshot or self._ready[1] != cut:
-                self._ready = (snapshot, cut, self._codec.prepare(snapshot, (cut,)))
+                try:
+                    self._ready = (snapshot, cut, self._codec.prepare(snapshot, (cut,)))
+                except ValueError as error:
+                    raise PromiseError(f"session {snapshot.session!r}: {error}", snapshot.origin) from None
             return self._ready[2]
 
     def _encoded(self, job: UnitJob, given: EncodeJob | None, payload: bytes | None) -> Encoded:

@@ -31,6 +31,7 @@ def decompress(
     tokens: slice | None = None,
     identity: Identity | None = None,
     accept_unknown: Iterable[str] = (),
+    profile: PathLike | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write sessions as dumps; the output appears whole or not at all.
@@ -50,6 +51,8 @@ def decompress(
         Token range of every session.
     identity, accept_unknown
         The loader's identity; see `Archive`.
+    profile : path-like, optional
+        The profile of an archive that refers to one outside; see `Archive`.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
@@ -65,7 +68,7 @@ def decompress(
         If `out` exists.
     """
     target = durable.output_folder(out)
-    with Archive(archive, identity, accept_unknown) as opened:
+    with Archive(archive, identity, accept_unknown, profile) as opened:
         names = list(opened.sessions if sessions is None else dict.fromkeys(sessions))
         chosen = [_part(opened, name, layers, tokens) for name in names]
         with workplace(target) as folder, named_after(Path(out), folder / "dump"):
@@ -129,6 +132,7 @@ def verify(
     against: Sequence[PathLike | Snapshot] | None = None,
     format: str | None = None,
     tokens: PathLike | None = None,
+    profile: PathLike | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Check every digest of an archive, decode every unit, and compare with dumps if given.
@@ -140,6 +144,8 @@ def verify(
         Dumps to compare with, session by session.
     format, tokens
         As for `pltpack.compress`.
+    profile : path-like, optional
+        The profile of an archive that refers to one outside; see `Archive`.
     progress : callable, optional
 
     Returns
@@ -157,7 +163,7 @@ def verify(
     ConflictError
         If others compact it faster than it can be read.
     """
-    with Archive(archive) as opened:
+    with Archive(archive, profile=profile) as opened:
         units = opened.in_one_generation(lambda: _verify_files(opened, progress or quiet))
         report: dict[str, Any] = {"generation": opened.manifest.generation, "sessions": len(opened.sessions)}
         report["units"] = units

@@ -7,7 +7,29 @@ from typing import Any
 
 from pltpack.codec import registry
 from pltpack.codec.base import Codec, State
-from pltpack.errors import UnsupportedError
+from pltpack.errors import PromiseError, UnsupportedError
+
+#: What was written may be larger than its target by this share.
+TOLERANCE = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """How much there is to be written, or was.
+
+    Attributes
+    ----------
+    elements : int
+        Elements of keys and values, those that sessions share counted once.
+    payload : int
+        Bytes of their units.
+    besides : int
+        Bytes of the files besides units: token ids, tables, headers, manifest; the profile left out.
+    """
+
+    elements: int
+    payload: int = 0
+    besides: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,23 +43,65 @@ class Target:
     bits : float or None
         Bits per element of each session's units.
     size : int or None
-        Bytes of all units of the sessions, shared ones included.
+        Bytes by which the archive grows, the profile left out.
     """
 
     kl: float | None = None
     bits: float | None = None
     size: int | None = None
 
-    def config(self, elements: int) -> dict[str, Any]:
-        """As the codec's configuration, for sessions of so many elements."""
+    def config(self, volume: Volume | None = None) -> dict[str, Any]:
+        """As the codec's configuration; empty where the tier's own promise stands.
+
+        Parameters
+        ----------
+        volume : Volume, optional
+            What is to be written, its payload not yet known; a size cannot be steered by before.
+
+        Raises
+        ------
+        UnsupportedError
+            If several targets are given, or one that is out of range.
+        PromiseError
+            If there is no room for any units.
+        """
         given = [value for value in (self.kl, self.bits, self.size) if value is not None]
         if len(given) > 1:
             raise UnsupportedError("of a target KL, bits and bytes only one can be met")
+        if not all(0 < value < float("inf") for value in given):
+            raise UnsupportedError(f"a target of {given[0]:g} is not a positive number")
         if self.kl is not None:
             return {"target_kl": self.kl}
+        if self.bits is not None:
+            return {"target_bits": self.bits}
+        if self.size is None or volume is None or not volume.elements:
+            return {}
+        if self.size <= volume.besides:
+            raise PromiseError(f"token ids, tables and headers alone take {volume.besides} bytes of {self.size}")
+        return {"target_bits": min(8 * (self.size - volume.besides) / volume.elements, _MOST_BITS)}
+
+    def check(self, written: Volume) -> None:
+        """Compare what was written with the target.
+
+        Raises
+        ------
+        PromiseError
+            If it is larger by more than `TOLERANCE`.
+        """
+        if self.bits is not None and written.elements:
+            _compare(8 * written.payload / written.elements, self.bits, "{:.4g} bits per element")
         if self.size is not None:
-            return {"target_bits": 8 * self.size / max(elements, 1)}
-        return {} if self.bits is None else {"target_bits": self.bits}
+            _compare(written.payload + written.besides, self.size, "{} bytes")
+
+
+#: More bits per element than any codec can use.
+_MOST_BITS = 64.0
+
+
+def _compare(found: float, wanted: float, shown: str) -> None:
+    if found > (1 + TOLERANCE) * wanted:
+        more = f"{100 * (found / wanted - 1):.1f} % more than the target of {shown.format(wanted)}"
+        raise PromiseError(f"the smallest found takes {shown.format(found)}, {more}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +120,8 @@ class Settings:
         Arrays of the profile, for tiers that need one.
     external : bool
         Whether the library names the profile by its digest only.
+    target : Target
+        What to aim at instead of the tier's promise.
     """
 
     quality: str
@@ -71,17 +137,17 @@ class Settings:
             raise UnsupportedError(f"block of {self.block} tokens (allowed: 1 to 4096)")
         self.codec()
 
-    def codec(self, elements: int = 0) -> Codec:
-        """The tier's codec, not started, for sessions of so many elements.
+    def codec(self, volume: Volume | None = None) -> Codec:
+        """The tier's codec, not started; `volume` as of `Target.config`.
 
         Raises
         ------
         UnsupportedError
             If a target is given that the tier cannot steer by.
+        PromiseError
+            If a target is out of reach.
         """
-        tier, config = registry.tier(self.quality), self.target.config(elements)
-        if not config:
-            return tier
-        if not tier.calibrated:
+        tier, config = registry.tier(self.quality), self.target.config(volume)
+        if self.target != Target() and not tier.calibrated:
             raise UnsupportedError(f"tier {self.quality!r} has no rate control: targets need a profile")
-        return registry.codec(tier.codec_id, config)
+        return registry.codec(tier.codec_id, config) if config else tier

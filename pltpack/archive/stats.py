@@ -20,7 +20,8 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
     -------
     dict
         ``quality``, ``sessions``, ``tokens``, ``raw_bytes`` (keys and values as dumped), ``elements``,
-        ``archive_bytes`` (manifest, library and shards), ``library_bytes``, ``shard_bytes``, ``ratio``,
+        ``archive_bytes`` (manifest, library and shards), ``library_bytes``, ``shard_bytes``,
+        ``profile_bytes`` (profiles in the library, as stored), ``ratio``,
         ``bits_per_element`` (everything counted), ``shared_tokens``, ``dedup_hit_rate`` (shared over all tokens).
     """
     manifest = archive.manifest
@@ -31,10 +32,17 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
     library = sum(entry.bytes for entry in manifest.libraries)
     shards = sum(entry.bytes for entry in manifest.sessions)
     size = library + shards + (archive.path / NAME).stat().st_size
+    profiles = sum(
+        library.container.array(f"codec.state.{index}", "U8").nbytes
+        for library in archive.libraries
+        for index in range(len(library.states))
+        if library.profile_digest(index) is not None
+    )
     shared = sum(archive.shard(name).mapped_tokens for name in archive.sessions)
     return {
         "quality": manifest.quality, "sessions": len(manifest.sessions), "tokens": tokens, "raw_bytes": raw,
         "elements": elements, "archive_bytes": size, "library_bytes": library, "shard_bytes": shards,
+        "profile_bytes": profiles,
         "ratio": raw / size, "bits_per_element": 8 * size / elements if elements else 0.0,
         "shared_tokens": shared, "dedup_hit_rate": shared / tokens if tokens else 0.0,
     }  # fmt: skip
@@ -61,11 +69,17 @@ def _library(library: Library) -> dict[str, Any]:
             "tokens": int(node["length"]), "visits": int(node["visits"]), "units": int(node["unit_count"]),
             "bytes": int(library.units_of(index)["length"].sum()),
         })  # fmt: skip
-    states = [library.state_entry(i) for i in range(len(library.states))]
     return {
         "file": library.entry.file, "bytes": library.entry.bytes, "sha256": library.entry.head_sha256,
-        "codecs": [{"codec": codec, "config": config} for codec, config in states], "nodes": nodes,
+        "codecs": [_state(library, index) for index in range(len(library.states))], "nodes": nodes,
     }  # fmt: skip
+
+
+def _state(library: Library, index: int) -> dict[str, Any]:
+    codec, config = library.state_entry(index)
+    digest = library.profile_digest(index)
+    found = {"codec": codec, "config": config}
+    return found if digest is None else {**found, "profile": digest, "embedded": library.embeds(index)}
 
 
 def _session(shard: Shard) -> dict[str, Any]:

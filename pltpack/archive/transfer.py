@@ -27,8 +27,17 @@ from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, S
 MAX_MEMBERS = 3
 
 
-def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
-    """Write one session as a self-contained file, whole or not at all.
+def export_session(archive: PathLike, session: str, out: PathLike, profile: PathLike | None = None) -> Path:
+    """Write one session as a self-contained file, whole or not at all; a profile goes into it.
+
+    Parameters
+    ----------
+    archive : path-like
+    session : str
+    out : path-like
+        File to make; must not exist.
+    profile : path-like, optional
+        The profile of an archive that refers to one outside; see `Archive`.
 
     Raises
     ------
@@ -42,7 +51,7 @@ def export_session(archive: PathLike, session: str, out: PathLike) -> Path:
         raise ConflictError("it exists already", target)
     with workplace(target) as folder, named_after(target, folder, whole=True):
         (folder / SHARDS).mkdir()
-        with Archive(archive) as opened:
+        with Archive(archive, profile=profile) as opened:
             manifest = opened.in_one_generation(lambda: _extract(opened, session, folder))
         temp = folder / "file"
         with durable.naming(target), open(temp, "xb") as file:

@@ -22,10 +22,11 @@ from pltpack.archive.profiles import digest
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.segments import dumps_json
-from pltpack.archive.settings import Settings
+from pltpack.archive.settings import Settings, Volume
 from pltpack.archive.sharing import NewNode, Run, Sharing, run_records, share
 from pltpack.archive.sink import Sink
 from pltpack.codec.base import Codec, State
+from pltpack.codec.profile import Profile
 from pltpack.errors import ConflictError, DumpError, UnsupportedError
 from pltpack.format import state as state_format
 from pltpack.format import tables
@@ -64,6 +65,8 @@ class GenerationWriter:
         self._libraries: list[Library] = list(archive.libraries) if archive else []
         self._opened: Library | None = None
         self._paths: set[Path] = set()
+        # Tokens encoded; payload bytes and bytes in all that were written, the profile left out.
+        self._encoded = self._payload = self._bytes = 0
 
     def add(self, snapshots: Sequence[Snapshot]) -> Manifest:
         """Write the sessions and the next manifest; returns the manifest, already committed.
@@ -87,12 +90,12 @@ class GenerationWriter:
                     self._opened.close()
 
     def _add(self, snapshots: Sequence[Snapshot], identity: Identity, pool: ThreadPoolExecutor) -> Manifest:
-        per_token = sum(layer.elements_per_token for layer in identity.layers)
-        tier = self._settings.codec(per_token * sum(len(snapshot) for snapshot in snapshots))
+        tier = self._settings.codec()
         sharing = Sharing([], [[] for _ in snapshots])
         if self._settings.dedup:
             sharing = share(self._archive, snapshots, self._settings.block,
                             lambda library, node: _keeps(library, node, tier))  # fmt: skip
+        tier = self._settings.codec(self._volume(identity, snapshots, sharing, tier))
         place = self._find_codec(tier)
         shared = [runs[-1].session_start + runs[-1].length if runs else 0 for runs in sharing.runs]
         total = sum(_raw(n.owner, n.position, n.stop) for n in sharing.nodes)
@@ -120,6 +123,8 @@ class GenerationWriter:
         write_all(shards(), pool, self._advance, lambda writer: infos.append(written.pop(writer)()))
         # In the order of writing, so that the first error is the one that is told.
         self._sink.finish()
+        self._payload += sum(info.result().payload_bytes for info in infos)
+        self._bytes += sum(info.result().size for info in infos)
         entries = [
             session_entry(path, info.result(), snapshot.session, len(snapshot), snapshot.identity.salt)
             for snapshot, path, info in zip(snapshots, places, infos, strict=True)
@@ -134,8 +139,31 @@ class GenerationWriter:
             libraries=(*(old.libraries if old else ()), *([new_entry] if new_entry else ())),
             sessions=(*(old.sessions if old else ()), *entries),
         )
+        before = len(old.to_bytes()) if old else 0
+        besides = len(manifest.to_bytes()) - before + self._bytes - self._payload
+        self._settings.target.check(Volume(self._encoded * _per_token(identity), self._payload, besides))
         manifest.commit(self._folder)
         return manifest
+
+    def _volume(
+        self, identity: Identity, snapshots: Sequence[Snapshot], sharing: Sharing, tier: Codec
+    ) -> Volume | None:
+        """What is to be written, if the target is a size."""
+        if self._settings.target.size is None:
+            return None
+        group = Profile(self._find_profile(tier)[0], identity.layers).groups[0]
+        runs = [node.stop - node.position for node in sharing.nodes]
+        besides = len(sharing.nodes) * tables.NODE.itemsize
+        for snapshot, mapped in zip(snapshots, sharing.runs, strict=True):
+            start = mapped[-1].session_start + mapped[-1].length if mapped else 0
+            runs.append(len(snapshot) - start)
+            besides += len(mapped) * tables.RUN.itemsize + 4 * len(snapshot)
+        groups = -(-len(identity.layers) // (group.stop - group.start))
+        besides += groups * sum(-(-run // UNIT_TOKENS) for run in runs) * tables.UNIT.itemsize
+        # The identity is in the head of each file; the manifest has a line for each.
+        head = header_reserve(container_metadata("library", identity, True))
+        besides += (len(snapshots) + 2) * head + 512 * (len(snapshots) + 1)
+        return Volume(sum(runs) * _per_token(identity), besides=besides)
 
     def _check(self, snapshots: Sequence[Snapshot]) -> Identity:
         if not snapshots:
@@ -262,6 +290,9 @@ class GenerationWriter:
             },
             metadata,
         )
+        self._encoded += sum(node.stop - node.position for node in nodes)
+        self._payload += info.payload_bytes
+        self._bytes += info.size - packed.nbytes
         written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
         self._opened = Library(self._folder, written, identity, lambda _: codec_state(codec))
         self._libraries.append(self._opened)
@@ -284,6 +315,7 @@ class GenerationWriter:
         draft = Draft(snapshot, runs, self._libraries, self._opened, owners)
         if not place.codec.exact:
             draft.keep_near(pool, self._advance)
+        self._encoded += len(snapshot) - draft.mapped
         used = [lib for lib in self._libraries if lib is library or any(r.library is lib for r in draft.runs)]
         metadata = {
             **container_metadata("shard", identity, place.codec.spans or place.codec.calibrated),
@@ -325,6 +357,10 @@ def _keeps(library: Library, node: int, tier: Codec) -> bool:
         if entry != (tier.codec_id, tier.get_config()) and not library.codec(int(state)).exact:
             return False
     return True
+
+
+def _per_token(identity: Identity) -> int:
+    return sum(layer.elements_per_token for layer in identity.layers)
 
 
 def _raw(snapshot: Snapshot, start: int, stop: int) -> int:

@@ -205,6 +205,11 @@ class Codec(abc.ABC):
         snapshot : Snapshot
         cuts : sequence of int
             Positions before which the session may be cut and continued, its end included.
+
+        Raises
+        ------
+        ValueError
+            If the codec cannot keep what it is to promise.
         """
         return self
 
