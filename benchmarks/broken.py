@@ -23,7 +23,7 @@ Recipe = Callable[[Surgery], Any]
 
 BASES = {
     "lossless": "034-small-lossless", "group": "035-small-q4", "turboquant": "036-small-turboquant-2",
-    "symbols": "006-lossless-bf16",
+    "symbols": "006-lossless-bf16", "transform": "047-small-transform",
 }  # fmt: skip
 #: Recipe name -> (base, what breaks it).
 RECIPES: dict[str, tuple[str, Recipe]] = {}
@@ -31,7 +31,8 @@ RECIPES: dict[str, tuple[str, Recipe]] = {}
 STORED = (
     "manifest-checksum", "manifest-path-parent", "manifest-version", "library-missing", "shard-cut", "head-flip",
     "payload-flip", "header-long", "tensor-hole", "tensor-overlap", "unit-order", "unit-flag", "run-outside",
-    "run-tokens", "node-parent", "state-codec", "group-step", "reference-outside",
+    "run-tokens", "node-parent", "state-codec", "group-step", "reference-outside", "transform-groups-overlap",
+    "profile-digest", "profile-cut", "transform-class",
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def recipe(name: str, base: str = "lossless") -> Callable[[Recipe], Recipe]:
 
 def load_recipes() -> dict[str, tuple[str, Recipe]]:
     """All recipes."""
-    for module in ("broken_manifest", "broken_files", "broken_tables"):
+    for module in ("broken_manifest", "broken_files", "broken_tables", "broken_transform"):
         importlib.import_module(f"benchmarks.{module}")
     return RECIPES
 

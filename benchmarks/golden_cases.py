@@ -1,91 +1,19 @@
 """Inputs of the golden archives: small sessions cut from real dumps or drawn from a seed, and what is done with them.
 
-A case is a list of steps that make an archive; each step names its sessions and what the command is told.
+Those of the codec ``transform`` are in `benchmarks.golden_transform`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-import pltpack
 from benchmarks.golden_sessions import RealDumps, Shape, drawn, ids
+from benchmarks.golden_steps import Case, Step, append, compress
+from benchmarks.golden_transform import TRANSFORM
 from pltpack.snapshot import DTYPES, Identity, Snapshot
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One command: ``compress``, ``append`` or ``compact``, its sessions and its options."""
-
-    command: str
-    sessions: tuple[Snapshot, ...] = ()
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One golden archive.
-
-    Attributes
-    ----------
-    title : str
-        What it shows.
-    steps : list of Step
-    references : bool
-        Let lossy codecs code differences to the mapped values, and keep differences that are nothing: the format
-        allows both and the writer does neither.
-    inputs : str or None
-        Golden archive that has the same inputs, which are stored once.
-    """
-
-    title: str
-    steps: list[Step]
-    references: bool = False
-    inputs: str | None = None
-
-
-def compress(*sessions: Snapshot, **options: Any) -> Step:
-    """A first step."""
-    return Step("compress", sessions, {"block": 8, **options})
-
-
-def append(*sessions: Snapshot, **options: Any) -> Step:
-    """A later step."""
-    return Step("append", sessions, options)
-
-
-def run(case: Case, folder: Path) -> None:
-    """Make the archive."""
-    with coding_differences() if case.references else contextlib.nullcontext():
-        for step in case.steps:
-            if step.command == "compact":
-                pltpack.compact(folder)
-            elif step.command == "append":
-                pltpack.append(folder, step.sessions, **step.options)
-            else:
-                pltpack.compress(step.sessions, folder, **step.options)
-
-
-@contextlib.contextmanager
-def coding_differences() -> Iterator[None]:
-    """Make the group codec pass for an exact one, and no unit for equal to its reference."""
-    from pltpack.archive import encoding
-    from pltpack.codec.group import GroupCodec
-
-    same_bits = encoding.same_bits
-    try:
-        GroupCodec.exact = True
-        encoding.same_bits = lambda a, b: False
-        yield
-    finally:
-        GroupCodec.exact = False
-        encoding.same_bits = same_bits
-
 
 # --- cases ------------------------------------------------------------------------------------------------------
 
@@ -312,4 +240,5 @@ CASES: dict[str, Callable[[RealDumps], Case]] = {
     "036-small-turboquant-2": _small_lossy("turboquant-2"),
     "037-inline": _inline,
     "038-same": _same,
+    **TRANSFORM,
 }

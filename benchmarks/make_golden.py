@@ -6,7 +6,8 @@ A number that exists is never written again: golden archives are frozen, so that
 `--check` writes nothing: it makes every archive anew and tells which would differ on this machine.
 
 A golden folder holds the dumps that went in (``inputs``, unless another one has the same), the archive, and
-``case.json``: the steps that made it and the SHA-256 of each decoded dump and of its tensors.
+``case.json``: the steps that made it and the SHA-256 of each decoded dump and of its tensors. If a profile was used, it
+is there too, and so are the decoded dumps.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import numpy as np
 
 import pltpack
 from benchmarks import broken
-from benchmarks.golden_cases import CASES, Case, Step, run
+from benchmarks.golden_cases import CASES
 from benchmarks.golden_sessions import RealDumps
+from benchmarks.golden_steps import PROFILE, Case, Step, run
 from pltpack.dumps import open_dumps, write_dump
 from pltpack.names import session_to_file
 
@@ -38,7 +40,13 @@ def build(case: Case, folder: Path) -> None:
     inputs = {snapshot.session: snapshot for step in case.steps for snapshot in step.sessions}
     if case.inputs is None:
         write_dump(list(inputs.values()), folder / "inputs", "safetensors")
+    external = any(step.options.get("profile") == "external" for step in case.steps)
+    if case.profile is not None and case.inputs is None and not external:
+        (folder / PROFILE).write_bytes(case.profile)
     run(case, folder / "archive")
+    if case.profile is not None:
+        # Values of a calibrated codec are held to a tolerance, not to a digest.
+        pltpack.decompress(folder / "archive", folder / "decoded")
     (folder / "archive" / ".lock").unlink(missing_ok=True)
     steps = [
         {"command": step.command, "sessions": [s.session for s in step.sessions], "options": step.options}
@@ -57,13 +65,16 @@ def build(case: Case, folder: Path) -> None:
 def load(folder: Path) -> Case:
     """The case of a golden folder, its sessions read from ``inputs``."""
     description = json.loads((folder / "case.json").read_text())
-    inputs = (GOLDEN / description["inputs"] if description["inputs"] else folder) / "inputs"
+    place = GOLDEN / description["inputs"] if description["inputs"] else folder
+    inputs, profile = place / "inputs", place / PROFILE
+    profile = profile if profile.exists() else place / "archive" / PROFILE
     steps = []
     for step in description["steps"]:
         paths = [inputs / f"{session_to_file(name)}.safetensors" for name in step["sessions"]]
         sessions = tuple(open_dumps(paths)) if paths else ()
         steps.append(Step(step["command"], sessions, step["options"]))
-    return Case(description["title"], steps, description["references"], description["inputs"])
+    found = profile.read_bytes() if profile.exists() else None
+    return Case(description["title"], steps, description["references"], description["inputs"], found)
 
 
 def decoded_digests(archive: Path) -> dict[str, Any]:
