@@ -14,6 +14,7 @@ import numpy as np
 
 from pltpack.codec import rate
 from pltpack.codec.coefficients import Order
+from pltpack.codec.dual import dual
 from pltpack.codec.profile import Group, Profile, rows_of
 
 #: Tokens whose product is made at once: tokens are sorted by class, and each run uses what its finest class needs.
@@ -46,9 +47,11 @@ class GroupBases:
         self._reach = np.maximum.accumulate(np.where(self._order < self.rank, self._order + 1, 0))
 
     @functools.cached_property
-    def _analysis(self) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _analysis(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """The shared basis, its dual and the duals of the layers' own bases: quantized bases are not orthonormal."""
+        shared = self._profile.shared(self.group)
         layers = range(self.group.start, self.group.stop)
-        return self._profile.shared(self.group), [self._profile.local(layer) for layer in layers]
+        return shared, dual(shared), [dual(self._profile.local(layer)) for layer in layers]
 
     @functools.cached_property
     def _synthesis(self) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -65,14 +68,14 @@ class GroupBases:
         rows : ndarray
             float32 ``[T, rows]``.
         """
-        shared, local = self._analysis
+        shared, shared_dual, local = self._analysis
         first = self.group.first
         white = np.empty_like(rows)
         for layer in range(self.group.start, self.group.stop):
             part = slice(self._profile.rows[layer] - first, self._profile.rows[layer + 1] - first)
             white[:, part] = self._profile.whiten(rows[:, part], layer)
         found = np.empty((len(rows), len(self.logs)), np.float32)
-        found[:, : self.rank] = white @ shared.T
+        found[:, : self.rank] = white @ shared_dual.T
         white -= found[:, : self.rank] @ shared
         at = 0
         for basis in local:
