@@ -59,7 +59,7 @@ model: $(DEV)
 	$(BIN)/python -m benchmarks.model
 
 fuzz: $(DEV)
-	$(BIN)/python benchmarks/fuzz.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m benchmarks.fuzz --seconds $(FUZZ_SECONDS)
 
 crash: $(CORE)
 	$(BIN)/python benchmarks/crash.py --kills $(KILLS)

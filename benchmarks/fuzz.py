@@ -1,9 +1,9 @@
-"""Fuzz every parser: manifest, library, shard, codec payloads, session files, and the safetensors and HDF5 dumps.
+"""Fuzz every parser: manifest, library, shard, codec payloads, profiles, session files, safetensors and HDF5 dumps.
 
 Mutated files must be read or be refused with one of our own errors: no crash, no hang, no allocation beyond 1 GB. The
 `deep` targets recompute every checksum after mutating, so that the code behind the checksums is reached too.
 
-Usage: python benchmarks/fuzz.py [--seconds 600] [--seed 0] [--target NAME]... [--case N]
+Usage: python -m benchmarks.fuzz [--seconds 600] [--seed 0] [--target NAME]... [--case N]
 A failing case is reported with its target, seed and number; `--case` replays it in this process.
 """
 
@@ -30,6 +30,11 @@ import numpy as np
 import xxhash
 
 import pltpack
+from benchmarks.golden_profiles import drawn_profile, save_profile
+from pltpack.archive import profiles
+from pltpack.archive.segments import fresh
+from pltpack.codec import registry
+from pltpack.codec.base import Codec, Unit
 from pltpack.errors import PltpackError
 from pltpack.format import tables
 from pltpack.format.container import PAYLOAD
@@ -122,6 +127,11 @@ class Archives:
             pltpack.compress(snapshots()[:2], folder / codec, quality=codec, block=4)
             pltpack.append(folder / codec, snapshots()[2:])
             self.archives.append(folder / codec)
+        save_profile(folder / "profile.safetensors", drawn_profile(snapshots()[0], layer_group=2), snapshots()[0])
+        for quality in ("transform", "balanced"):
+            pltpack.compress(snapshots(), folder / quality, quality=quality, block=4,
+                             profile=folder / "profile.safetensors")  # fmt: skip
+            self.archives.append(folder / quality)
         self.session = folder / "s0.pltsession"
         pltpack.export_session(self.archives[0], "s0", self.session)
 
@@ -253,9 +263,71 @@ class Dumps:
         return run
 
 
+class Transform:
+    """Fuzz targets over the codec of layer groups and its profiles, without an archive around them."""
+
+    def __init__(self) -> None:
+        self.arrays = drawn_profile(snapshots()[0], layer_group=2)
+        self.identity = snapshots()[0].identity
+        self.codec = self._started(self.arrays)
+        self.payloads = [(unit, self._encode(snapshot, unit)) for snapshot in snapshots()
+                         for start, stop in ((0, 9), (4, 15), (9, 12))
+                         for unit in [Unit(0, self.identity.layers[0], start, stop - start, 0, self.identity.layers)]
+                         if stop <= len(snapshot)]  # fmt: skip
+
+    def _started(self, arrays: dict[str, np.ndarray]) -> Codec:
+        codec = registry.codec("transform", {"step": 0.05})
+        codec.start(arrays, self.identity)
+        return codec
+
+    def _encode(self, snapshot: Snapshot, unit: Unit) -> bytes:
+        stop = unit.position + unit.tokens
+        arrays = [snapshot.layer(layer, unit.position, stop) for layer in range(len(unit.layers))]
+        return self.codec.encode_span(unit, arrays)
+
+    def payload(self, rng: random.Random, work: Path) -> None:
+        """Mutations of a unit's payload."""
+        unit, payload = rng.choice(self.payloads)
+        self._decode(self.codec, unit, mutate(payload, rng))
+
+    def profile(self, rng: random.Random, work: Path) -> None:
+        """Mutations of a profile's arrays, used to decode a sound or mutated unit."""
+        arrays = dict(self.arrays)
+        for name in rng.sample(sorted(arrays), rng.choice((1, 1, 2))):
+            array = arrays[name]
+            if rng.random() < 0.2:
+                arrays[name] = array[: rng.randrange(len(array) + 1)]
+            elif rng.random() < 0.1:
+                del arrays[name]
+            else:
+                data = mutate(array.tobytes(), rng)[: array.nbytes].ljust(array.nbytes, b"\0")
+                arrays[name] = np.frombuffer(data, array.dtype).reshape(array.shape)
+        unit, payload = rng.choice(self.payloads)
+        try:
+            codec = self._started(arrays)
+        except ValueError as error:
+            raise PltpackError(str(error)) from None
+        self._decode(codec, unit, payload)
+
+    def file(self, rng: random.Random, work: Path) -> None:
+        """Mutations of a profile file."""
+        path = work / "profile.safetensors"
+        save_profile(path, self.arrays, snapshots()[0])
+        path.write_bytes(mutate(path.read_bytes(), rng))
+        profiles.load(path)
+
+    @staticmethod
+    def _decode(codec: Codec, unit: Unit, payload: bytes) -> None:
+        out = [fresh(layer, unit.tokens) for layer in unit.layers]
+        try:
+            codec.decode_span(memoryview(payload), unit, out)
+        except ValueError as error:
+            raise PltpackError(str(error)) from None
+
+
 def targets(folder: Path) -> dict[str, Case]:
     """All fuzz targets by name; their seed files are made in `folder`."""
-    archives, dumps = Archives(folder), Dumps(folder)
+    archives, dumps, transform = Archives(folder), Dumps(folder), Transform()
     return {
         "manifest": archives.manifest,
         "manifest-deep": archives.manifest_deep,
@@ -264,6 +336,9 @@ def targets(folder: Path) -> dict[str, Case]:
         "session-file": archives.session_file,
         "safetensors": dumps.case("safetensors"),
         "hdf5": dumps.case("hdf5"),
+        "transform": transform.payload,
+        "profile": transform.profile,
+        "profile-file": transform.file,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,20 +187,3 @@ def distances(x: np.ndarray, y: np.ndarray, dtype: str) -> Any:
     largest = magnitude.max(axis=(0, 2), keepdims=True, initial=0)
     unit = 2.0 ** (np.floor(np.log2(np.maximum(magnitude, 2.0**-100))) + 1 - SIGNIFICAND[dtype])
     return np.maximum(np.abs(x - y) - largest * 2.0**-18, 0) / unit
-
-
-def tie_margin(codec: Any, segment: Segment, record: np.void, arrays: Sequence[Any]) -> float:
-    """How near coefficients come to the middle between two multiples of their step, over their token's largest."""
-    from pltpack.codec import rate
-    from pltpack.codec.rows import to_rows
-
-    unit = segment.unit(record)
-    log_step, exact, classes = header_of(segment.checked_payload(record), unit.tokens)
-    bases = codec._bases_of(unit)
-    rows, _ = to_rows(arrays, unit.layers, segment.identity, unit.position)
-    rows -= bases.mean
-    keep = np.setdiff1d(np.arange(unit.tokens), exact)
-    steps = rate.value_of(rate.steps(log_step))[classes[keep]]
-    scaled = bases.analyse(rows)[keep] / steps[:, None]
-    largest = np.abs(scaled).max(axis=1, initial=1, keepdims=True)
-    return float((np.abs(scaled - np.floor(scaled) - 0.5) / largest).min(initial=0.5))

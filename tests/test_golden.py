@@ -17,7 +17,11 @@ from benchmarks.golden_cases import CASES
 from pltpack.archive.library import Library
 from pltpack.archive.segments import Segment
 from pltpack.archive.shard import Shard
+from pltpack.codec import coefficients, exact_tokens, rate
 from pltpack.codec.base import KeyValue, Unit
+from pltpack.codec.coefficients import Order
+from pltpack.codec.payload import Reader
+from pltpack.codec.transform import EXACT, TransformCodec, exact_rows, pack_nibbles
 from pltpack.dumps import open_dumps
 from pltpack.format.tables import FLAG_REFERENCE
 from pltpack.snapshot import DTYPES, Snapshot
@@ -143,20 +147,48 @@ def encoded(segment: Segment, record: np.void, snapshot: Snapshot, shard: Shard 
 
 
 def encoded_span(segment: Segment, record: np.void, snapshot: Snapshot) -> bytes:
-    """A unit's payload of the codec `transform`, encoded anew with its own step, classes and exact tokens.
+    """A unit's payload of the codec `transform`, coded anew from its own step, classes and quantized coefficients.
 
-    How an encoder chooses these is not part of the format. Products of floating-point numbers decide what coefficients
-    are rounded to, so equal bytes are asked for only because no coefficient is near a middle.
+    How an encoder chooses these is not part of the format, and products of floating-point numbers decide the last of
+    them: what it makes of them is integers throughout, and must be the same bytes on every machine.
     """
-    unit, codec = segment.unit(record), copy.copy(segment.codec_of(record))
+    unit, codec, payload = segment.unit(record), segment.codec_of(record), segment.checked_payload(record)
     arrays = [snapshot.layer(unit.layer + index, unit.position, unit.position + unit.tokens)
               for index in range(len(unit.layers))]  # fmt: skip
-    assert golden_profiles.tie_margin(codec, segment, record, arrays) > 2**-20
-    log_step, exact, classes = golden_profiles.header_of(segment.checked_payload(record), unit.tokens)
-    codec._log_step, codec._classes = log_step, np.zeros(len(snapshot), np.uint8)
-    codec._classes[unit.position : unit.position + unit.tokens] = classes
-    codec._sinks = lambda *_: np.isin(np.arange(unit.tokens), exact)
-    return codec.encode_span(unit, arrays)
+    log_step, exact, classes = golden_profiles.header_of(payload, unit.tokens)
+    bases, coder = codec._bases_of(unit), codec.profile.coder
+    start = 5 + 2 * len(exact) + (unit.tokens + 1) // 2
+    order = Order.of(
+        bases.logs, rate.steps(log_step), np.where(np.isin(np.arange(unit.tokens), exact), 16, classes), coder
+    )
+    values = coefficients.decode(Reader(payload[start:]), order, coder, (unit.tokens, len(bases.logs)))
+    parts = [payload[: 5 + 2 * len(exact)], pack_nibbles(classes), coefficients.encode(values, order, coder)]
+    if len(exact):
+        parts.append(exact_tokens.encode(exact_rows(arrays)[exact], unit.position + exact,
+                                         *codec._exact_layout(bases, unit.layers), coder))  # fmt: skip
+    check_quantized(codec, unit, arrays, payload, snapshot)
+    return b"".join(parts)
+
+
+def check_quantized(
+    codec: TransformCodec, unit: Unit, arrays: list[KeyValue], payload: bytes, snapshot: Snapshot
+) -> None:
+    """Encoded anew with the same step and classes, the unit is no farther from the input than it was."""
+    log_step, exact, classes = golden_profiles.header_of(payload, unit.tokens)
+    again = copy.copy(codec)
+    again._log_step, again._classes = log_step, np.zeros(len(snapshot), np.uint8)
+    again._classes[unit.position : unit.position + unit.tokens] = classes
+    ordinary = np.setdiff1d(np.arange(unit.tokens), exact)
+    errors = []
+    for data in (payload, again.encode_span(unit, arrays)):
+        out = [(np.empty_like(keys), np.empty_like(values)) for keys, values in arrays]
+        codec.decode_span(memoryview(data), unit, out)
+        apart = 0.0
+        for mine, theirs in zip(out, arrays, strict=True):
+            for x, y in zip(mine, theirs, strict=True):
+                apart += np.square(x[:, ordinary].astype(np.float64) - y[:, ordinary].astype(np.float64)).sum()
+        errors.append(apart)
+    assert errors[1] <= 1.1 * errors[0] + 1e-9
 
 
 def mapped(shard: Shard, run: np.void, layer: int, start: int, stop: int) -> KeyValue:

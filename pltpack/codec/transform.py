@@ -136,6 +136,7 @@ class TransformCodec(Codec):
         return b"".join(parts)
 
     @single_threaded
+    @np.errstate(over="ignore", invalid="ignore")  # Hostile numbers give hostile values, and nothing on standard error.
     def decode_span(
         self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
     ) -> None:
