@@ -33,6 +33,8 @@ _SAMPLE_ELEMENTS = 1 << 24
 _UNIT_TOKENS = 256
 #: A unit's own header and that of its coefficients.
 _UNIT_HEADER_BYTES = 5 + 12
+#: Share of its raw size that a token takes which is stored exactly and by itself.
+_PLANES = 0.75
 _RUN_TOKENS = 32
 _PIECE = 2048
 #: Steps that are tried, in 1/24 octave, around 1.
@@ -143,8 +145,8 @@ class Probe:
     ----------
     tokens : int
         Tokens looked at.
-    lost : ndarray
-        bool ``[tokens]``: which of them are not finite.
+    lost : float
+        Raw bytes a token, on average, of those that are not finite in a layer group.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Probe:
         layers, identity = codec.profile.layers, snapshot.identity
         self._classes = np.concatenate([classes[start:stop] for start, stop in runs]).astype(np.int64)
         self.tokens = len(self._classes)
-        self.lost = np.zeros(self.tokens, bool)
+        self.lost = 0.0
         self._groups = []
         for bases in codec.all_bases():
             group, parts, finite = bases.group, [], []
@@ -166,7 +168,8 @@ class Probe:
                 rows[~good] = 0
                 parts.append(rows)
                 finite.append(good)
-            self.lost |= ~np.concatenate(finite)
+            size = sum(layer.bytes_per_token for layer in layers[group.start : group.stop])
+            self.lost += size * (1 - float(np.concatenate(finite).mean())) if self.tokens else 0.0
             self._groups.append((bases, bases.analyse(np.concatenate(parts))))
         self._costs = cost_tables(self._tables)
 
@@ -212,9 +215,8 @@ class Size:
         self._elements = max(snapshot.elements, 1)
         self._first = min(SINK_TOKENS, self._tokens)
         self._exact = 8.0 * _exact_bytes(codec, snapshot, 0, self._first)
-        # What is not finite is rare and costs about what the first tokens cost without a template: as good as raw.
-        lost = float(probe.lost.mean()) if probe.tokens else 0.0
-        self._exact += lost * (self._tokens - self._first) * 8 * snapshot.raw_bytes / max(self._tokens, 1)
+        # Planes of bytes, compressed; rare enough for a rule of thumb.
+        self._exact += _PLANES * 8 * probe.lost * (self._tokens - self._first)
 
     def bits(self, log_step: int) -> float:
         """Predicted bits per element."""
