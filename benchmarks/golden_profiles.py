@@ -167,6 +167,11 @@ def far_apart(mine: Snapshot, theirs: Snapshot, exact: np.ndarray) -> str | None
     if not np.array_equal(mine.tokens, theirs.tokens) or mine.identity.layers != theirs.identity.layers:
         return "tokens or geometry differ"
     beyond, count = 0, 0
+    largest = np.zeros(len(mine.tokens))
+    for index in range(len(mine.identity.layers)):
+        for array in mine.layer(index):
+            finite = np.nan_to_num(array.astype(np.float64), nan=0, posinf=0, neginf=0)
+            largest = np.maximum(largest, np.abs(finite).max(axis=(0, 2)))
     for index, layer in enumerate(mine.identity.layers):
         for a, b in zip(mine.layer(index), theirs.layer(index), strict=True):
             words = f"u{a.dtype.itemsize}"
@@ -174,16 +179,15 @@ def far_apart(mine: Snapshot, theirs: Snapshot, exact: np.ndarray) -> str | None
             if not same[:, exact[index]].all():
                 return f"layer {index}: an exact token differs"
             x, y = a[:, ~exact[index]].astype(np.float64), b[:, ~exact[index]].astype(np.float64)
-            far = distances(x, y, layer.dtype)
+            far = distances(x, y, largest[~exact[index], None], layer.dtype)
             if not (far <= 2).all():
                 return f"layer {index}: values differ by {far.max()} units in the last place"
             beyond, count = beyond + int((far > 1).sum()), count + far.size
     return f"{beyond} of {count} values differ by more than one unit" if beyond > count / 1000 else None
 
 
-def distances(x: np.ndarray, y: np.ndarray, dtype: str) -> Any:
+def distances(x: np.ndarray, y: np.ndarray, largest: np.ndarray, dtype: str) -> Any:
     """Differences of values ``[H, T, D]`` in units in the last place, float64, less what rounding of sums may add."""
     magnitude = np.maximum(np.abs(x), np.abs(y))
-    largest = magnitude.max(axis=(0, 2), keepdims=True, initial=0)
     unit = 2.0 ** (np.floor(np.log2(np.maximum(magnitude, 2.0**-100))) + 1 - SIGNIFICAND[dtype])
     return np.maximum(np.abs(x - y) - largest * 2.0**-18, 0) / unit

@@ -159,7 +159,7 @@ def encoded_span(segment: Segment, record: np.void, snapshot: Snapshot) -> bytes
     bases, coder = codec._bases_of(unit), codec.profile.coder
     start = 5 + 2 * len(exact) + (unit.tokens + 1) // 2
     order = Order.of(
-        bases.logs, rate.steps(log_step), np.where(np.isin(np.arange(unit.tokens), exact), 16, classes), coder
+        bases.logs, rate.steps(log_step), np.where(np.isin(np.arange(unit.tokens), exact), EXACT, classes), coder
     )
     values = coefficients.decode(Reader(payload[start:]), order, coder, (unit.tokens, len(bases.logs)))
     parts = [payload[: 5 + 2 * len(exact)], pack_nibbles(classes), coefficients.encode(values, order, coder)]
