@@ -49,15 +49,40 @@ NAMES = {
 
 @dataclasses.dataclass
 class Group:
-    """A layer group: its layers, its rows, and its components in the order of their scales.
+    """A layer group: its layers, its rows, and its components.
 
-    `bases` are, per component, the un-whitened rows that it adds, binary64 ``[N, rows]``.
+    Attributes
+    ----------
+    layers : range
+    rows : slice
+    logs : ndarray
+        Scales, falling.
+    order : ndarray
+        Number of each of these components among the shared ones and then the own ones.
+    shared : ndarray
+        Un-whitened rows that each shared component adds, ``[rank, rows]``.
+    own : list of ndarray
+        The same of each layer's own components, ``[rows of the layer, rows of the layer]``.
     """
 
     layers: range
     rows: slice
     logs: np.ndarray
-    bases: np.ndarray
+    order: np.ndarray
+    shared: np.ndarray
+    own: list[np.ndarray]
+
+    def synthesize(self, coefficients: np.ndarray) -> np.ndarray:
+        """Rows without their center, ``[T, rows]``, of coefficients ``[T, N]``."""
+        plain = np.zeros_like(coefficients)
+        plain[:, self.order] = coefficients
+        at = len(self.shared)
+        out: np.ndarray = plain[:, :at] @ self.shared
+        for basis in self.own:
+            first = at - len(self.shared)
+            out[:, first : first + len(basis)] += plain[:, at : at + len(basis)] @ basis
+            at += len(basis)
+        return out
 
 
 class Profile:
@@ -96,23 +121,17 @@ class Profile:
         self.groups: list[Group] = []
         row = component = at = own_at = 0
         for group, rank, span in zip(groups, ranks, spans, strict=True):
-            found = np.zeros((rank + span, span))
-            scale = np.concatenate([scales[0][component : component + rank], scales[1][row : row + span]])
-            found[:rank] = shared[at : at + rank * span].reshape(rank, span)
-            start = 0
+            roots = [root for layer in group for root in inverse[layer]]
+            basis = shared[at : at + rank * span].reshape(rank, span)
+            scale = scales[0][component : component + rank]
+            found, own, first = unwhitened(basis, scale, roots), [], row
             for layer in group:
-                part = local[own_at : own_at + rows[layer] ** 2].reshape(rows[layer], rows[layer])
-                found[rank + start : rank + start + rows[layer], start : start + rows[layer]] = part
-                start, own_at = start + rows[layer], own_at + rows[layer] ** 2
-            found *= scale.astype(np.float64)[:, None]
-            first = 0
-            for layer in group:
-                for index, width in enumerate(widths[layer]):
-                    found[:, first : first + width] = found[:, first : first + width] @ inverse[layer][index]
-                    first += width
+                basis = local[own_at : own_at + rows[layer] ** 2].reshape(rows[layer], rows[layer])
+                own.append(unwhitened(basis, scales[1][first : first + rows[layer]], inverse[layer]))
+                first, own_at = first + rows[layer], own_at + rows[layer] ** 2
             log = np.concatenate([logs[0][component : component + rank], logs[1][row : row + span]]).astype(int)
             order = np.argsort(-log, kind="stable")
-            self.groups.append(Group(group, slice(row, row + span), log[order], found[order]))
+            self.groups.append(Group(group, slice(row, row + span), log[order], order, found, own))
             row, component, at = row + span, component + rank, at + rank * span
 
     @staticmethod
@@ -170,6 +189,17 @@ class Profile:
                     raise DamagedError("a root cannot be inverted") from None
                 need(np.isfinite(out[-1][-1]).all(), "a root cannot be inverted")
         return out
+
+
+def unwhitened(entries: np.ndarray, scale: np.ndarray, inverse: list[np.ndarray]) -> np.ndarray:
+    """Components with their factors, each block times the inverse of its root."""
+    out = entries * scale.astype(np.float64)[:, None]
+    first = 0
+    for matrix in inverse:
+        part = slice(first, first + len(matrix))
+        out[:, part] = out[:, part] @ matrix
+        first += len(matrix)
+    return out
 
 
 def digest_of(arrays: dict[str, np.ndarray]) -> str:
@@ -262,7 +292,7 @@ class Transform:
         if places:
             quantized[tuple(np.array(places).T)] = values
         steps = np.append(2.0 ** ((log_step - 12 * (np.arange(16) - 6)) / OCTAVE), 0.0)
-        rows = (quantized * steps[classes][:, None]) @ group.bases
+        rows = group.synthesize(quantized * steps[classes][:, None])
         rows += self.profile.mean[group.rows] if reference is None else self.rows_of(units, reference)
         words = self.words(units, rows)
         if count:
