@@ -117,7 +117,7 @@ def _about(**members: Any) -> Callable[[dict[str, np.ndarray]], Any]:
 _arrays("array-missing", lambda arrays: arrays.pop("local.log"))
 _arrays("array-more", lambda arrays: arrays.update(more=np.zeros(1, np.uint8)))
 _arrays("array-shape", lambda arrays: arrays.update(mean=arrays["mean"][:-1]))
-_arrays("array-dtype", lambda arrays: arrays.update(basis=arrays["basis"].view(np.uint8)))
+_arrays("array-dtype", lambda arrays: arrays.update(basis=arrays["basis"].view(np.uint16)))
 _arrays("not-finite", _put("mean", 3, np.nan))
 _arrays("rank", _put("basis.rank", 1, 0xFFFFFFFF))
 _arrays("scale-range", _put("basis.log", 0, 24 * 64 + 1))

@@ -64,7 +64,7 @@ def drawn_profile(
         "mean": rng.normal(0, 0.5, total).astype(np.float32),
         "whiten": np.concatenate([root.reshape(-1) for root in roots]).astype(np.float16),
         "basis.rank": np.array([len(basis) for basis in bases], np.uint32),
-        "basis": np.concatenate([_entries(basis) for basis in bases]),
+        "basis": np.concatenate([_entries(basis) for basis in bases]).astype(np.int16),
         "basis.scale": np.full(sum(map(len, bases)), 1 / 127, np.float32),
         "basis.log": np.concatenate([np.sort(rng.integers(0, 40, len(basis)))[::-1] for basis in bases]).astype(
             np.int16

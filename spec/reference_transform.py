@@ -102,7 +102,7 @@ class Profile:
         self.mean = state_array(arrays, "mean", "<f4", total)
         whiten = state_array(arrays, "whiten", "<f2", sum(w * w for blocks in widths for w in blocks))
         entries = sum(rank * span for rank, span in zip(ranks, spans, strict=True))
-        shared = state_array(arrays, "basis", "i1", entries)
+        shared = state_array(arrays, "basis", "<i2", entries)
         local = state_array(arrays, "local", "i1", sum(r * r for r in rows))
         scales = [
             state_array(arrays, "basis.scale", "<f4", sum(ranks)),

@@ -58,7 +58,7 @@ def random_profile(
     rank: int = 9,
     templates: int = 1,
     logs: int = 0,
-    kl: tuple[float, float] = (-12.0, 1.0),
+    kl: tuple[float, float] = (-6.0, 1.0),
 ) -> dict[str, np.ndarray]:
     """Arrays of a profile; `logs` moves all scales, in 1/24 octave."""
     rng = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ def random_profile(
         "mean": rng.normal(size=total).astype(np.float32),
         "whiten": np.concatenate(roots),
         "basis.rank": np.array(ranks, np.uint32),
-        "basis": np.concatenate(basis),
+        "basis": np.concatenate(basis).astype(np.int16),
         "basis.scale": np.concatenate(scales).astype(np.float32),
         "basis.log": (logs + rng.integers(-24, 48, sum(ranks))).astype(np.int16),
         "local": np.concatenate(local),

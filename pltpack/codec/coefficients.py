@@ -48,12 +48,16 @@ def raw_bits(classes: np.ndarray, floor: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """The coder's tables: frequencies uint16 ``[K, 64]`` by class, made ready for rANS once."""
+    """The coder's tables: frequencies uint16 ``[K, 64]`` by class, made ready for rANS once.
+
+    `limit` is the largest shifted magnitude of a class up to which all have symbols; others are escapes.
+    """
 
     freqs: np.ndarray
     encode: np.ndarray
     decode: np.ndarray
     raw: np.ndarray
+    limit: np.ndarray
     floor: int
 
     @classmethod
@@ -61,8 +65,12 @@ class Tables:
         """Prepare tables; `floor` as in `raw_bits`."""
         wide = np.zeros((len(freqs), 256), np.uint16)
         wide[:, :SYMBOLS] = freqs
+        pairs = np.minimum(wide[:, 1:ESCAPE:2], wide[:, 2:ESCAPE:2]) > 0
+        limit = np.where(pairs.all(axis=1), LARGEST, pairs.argmin(axis=1)).astype(np.int64)
+        if (wide[:, 0] == 0).any() or ((limit < LARGEST) & (wide[:, ESCAPE] == 0)).any():
+            raise ValueError("an entropy table has no symbol for zero, or none for what is rare")
         return cls(wide, rans.encode_tables(wide), rans.decode_tables(wide), raw_bits(np.arange(len(freqs)), floor),
-                   floor)  # fmt: skip
+                   limit, floor)  # fmt: skip
 
     def classes(self, logs: np.ndarray) -> np.ndarray:
         """Class of expected magnitudes ``2 ** (logs / 24)`` steps: int64, -1 for those that are not coded."""
@@ -150,7 +158,7 @@ def _encode(values: np.ndarray, counts: np.ndarray, tables: Tables) -> bytes:
     symbols = np.zeros((int(rows.sum()), rans.LANES), np.uint8)
     escapes = np.empty(len(values), np.int32)
     bits = np.zeros(int((counts * tables.raw).sum() + 7) // 8 + 8, np.uint8)
-    used, length = _to_symbols(values, counts, tables.raw, symbols.reshape(-1), escapes, bits)
+    used, length = _to_symbols(values, counts, tables.raw, tables.limit, symbols.reshape(-1), escapes, bits)
     of_row = np.repeat(np.arange(len(counts)), rows)
     stream, _ = rans.encode_with(symbols, of_row, tables.encode)
     packed = b"".join(stream)
@@ -191,10 +199,12 @@ def decode_runs(reader: Reader, counts: np.ndarray, tables: Tables) -> np.ndarra
 
 
 def cost_tables(tables: Tables) -> np.ndarray:
-    """Bits of each symbol by class, low bits counted: float32 ``[K, 64]``; 24 where a symbol does not occur."""
+    """Bits of each symbol by class with its low bits, and of the escape where it has no frequency: float32 ``[K, 64]``."""
     freqs = tables.freqs[:, :SYMBOLS].astype(np.float64)
-    bits = np.where(freqs > 0, 12 - np.log2(np.maximum(freqs, 1)), 24.0) + tables.raw[:, None]
+    bits = 12 - np.log2(np.maximum(freqs, 1)) + tables.raw[:, None]
     bits[:, ESCAPE] += 32
+    magnitudes = (np.arange(SYMBOLS) + 1) // 2
+    bits = np.where(magnitudes[None] > tables.limit[:, None], bits[:, ESCAPE, None], bits)
     found: np.ndarray = bits.astype(np.float32)
     return found
 
@@ -228,14 +238,14 @@ def _scatter(values: Any, tokens: Any, bounds: Any, firsts: Any, counts: Any, ou
 
 
 @_jit
-def _to_symbols(values: Any, counts: Any, raw: Any, symbols: Any, escapes: Any, bits: Any) -> Any:
+def _to_symbols(values: Any, counts: Any, raw: Any, limit: Any, symbols: Any, escapes: Any, bits: Any) -> Any:
     used, length, at, to = 0, 0, 0, 0
     for kind in range(len(counts)):
         shift = raw[kind]
         for _ in range(counts[kind]):
             value = values[at]
             high = value >> shift
-            if -31 <= high <= 31:
+            if -limit[kind] <= high <= limit[kind]:
                 symbols[to] = 2 * high - 1 if high > 0 else -2 * high
             else:
                 symbols[to] = 63

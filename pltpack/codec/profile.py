@@ -109,7 +109,7 @@ class Profile:
         local = sum(rows_of(layer) ** 2 for layer in layers)
         self.mean = _take(arrays, "mean", "f4", (total,))
         self._whiten = _take(arrays, "whiten", "f2", (squares,))
-        self._basis = _take(arrays, "basis", "i1", (entries,))
+        self._basis = _take(arrays, "basis", "i2", (entries,))
         self._basis_scale = _take(arrays, "basis.scale", "f4", (components,))
         self._local = _take(arrays, "local", "i1", (local,))
         self._local_scale = _take(arrays, "local.scale", "f4", (total,))

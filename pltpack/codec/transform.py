@@ -182,17 +182,13 @@ class TransformCodec(Codec):
                 array[:, marks] = words.view(array.dtype)
                 at += width
 
-    def _exact_layout(
-        self, bases: GroupBases, layers: Sequence[LayerGeometry]
-    ) -> tuple[list[int], np.ndarray | None]:
+    def _exact_layout(self, bases: GroupBases, layers: Sequence[LayerGeometry]) -> tuple[list[int], np.ndarray | None]:
         runs = [layer.heads * width for layer in layers for width in (layer.k_dim, layer.v_dim)]
         usable = {layer.dtype for layer in layers} == {"BF16"}
         group = bases.group
         return runs, self._profile.sink_bits[:, :, group.first : group.last] if usable else None
 
-    def _sinks(
-        self, unit: Unit, bases: GroupBases, layers: Sequence[LayerGeometry], bits: np.ndarray
-    ) -> np.ndarray:
+    def _sinks(self, unit: Unit, bases: GroupBases, layers: Sequence[LayerGeometry], bits: np.ndarray) -> np.ndarray:
         """Tokens that are kept exactly: the first of a session, and its neighbours where a template holds them."""
         found = np.zeros(unit.tokens, bool)
         _, templates = self._exact_layout(bases, layers)

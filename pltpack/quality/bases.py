@@ -12,7 +12,7 @@ import numpy as np
 #: Step of a shared component's entries over 1/σ, in whitened units (mean variance of keys: 1).
 STEP = 2e-3
 #: Coarsest step of a component's entries in parts of their root mean square, for the shared and for the layers' own.
-COARSEST, COARSEST_LOCAL = 0.5, 0.3
+COARSEST, COARSEST_LOCAL = 1.0, 0.3
 _ITERATIONS = 2
 
 
@@ -64,21 +64,22 @@ def quantize_shared(components: np.ndarray, deviation: np.ndarray) -> tuple[np.n
     Returns
     -------
     (ndarray, ndarray)
-        int8 entries, and the float32 scale of each component.
+        int16 entries, and the float32 scale of each component.
     """
-    return _quantized(components, np.minimum(STEP / np.maximum(deviation, 1e-6), COARSEST * _typical(components)))
+    step = np.minimum(STEP / np.maximum(deviation, 1e-6), COARSEST * _typical(components))
+    return _quantized(components, step, np.int16)
 
 
 def quantize_local(components: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a layer's own basis, as `quantize_shared` does."""
-    return _quantized(components, COARSEST_LOCAL * _typical(components))
+    return _quantized(components, COARSEST_LOCAL * _typical(components), np.int8)
 
 
 def _typical(components: np.ndarray) -> np.ndarray:
     return np.sqrt(np.einsum("ij,ij->i", components, components) / components.shape[1])
 
 
-def _quantized(components: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    largest = np.abs(components).max(axis=1)
-    scale = np.maximum(np.maximum(step, largest / 127), 1e-12).astype(np.float32)
-    return np.clip(np.rint(components / scale[:, None]), -127, 127).astype(np.int8), scale
+def _quantized(components: np.ndarray, step: np.ndarray, kind: type[np.signedinteger]) -> tuple[np.ndarray, np.ndarray]:
+    limit, largest = np.iinfo(kind).max, np.abs(components).max(axis=1)
+    scale = np.maximum(np.maximum(step, largest / limit), 1e-12).astype(np.float32)
+    return np.clip(np.rint(components / scale[:, None]), -limit, limit).astype(kind), scale

@@ -53,7 +53,7 @@ class Counter:
         priors = np.stack([_laplace(floor + CLASS_WIDTH * (k + 0.5), int(raw))
                            for k, raw in enumerate(self._raw[first:])])  # fmt: skip
         wide = np.zeros((len(counts), 256))
-        wide[:, :SYMBOLS] = counts + _PRIOR * priors + 1e-9
+        wide[:, :SYMBOLS] = _thinned(counts + _PRIOR * priors + 1e-9)
         return np.ascontiguousarray(rans.normalize(wide)[:, :SYMBOLS]), floor
 
     def _first(self) -> int:
@@ -64,6 +64,18 @@ class Counter:
         silent = known[~fires[known]]
         quiet = int(silent.max()) + 1 if len(silent) else -(_LOWEST // CLASS_WIDTH) - 3 * 4
         return min(quiet, self._kinds - 1)
+
+
+def _thinned(counts: np.ndarray) -> np.ndarray:
+    """Give what is rarer than half a slot to the escape: a slot each would cost the zeros more than it saves."""
+    out = counts.copy()
+    for row, share in zip(out, counts / counts.sum(axis=1, keepdims=True), strict=True):
+        pairs = np.minimum(share[1:ESCAPE:2], share[2:ESCAPE:2])
+        rare = np.flatnonzero(pairs < 0.5 / rans.PROB_SCALE)
+        first = 1 + 2 * (max(int(rare[0]), 1) if len(rare) else LARGEST)
+        row[ESCAPE] += row[first:ESCAPE].sum()
+        row[first:ESCAPE] = 0
+    return out
 
 
 def _laplace(log_mean: float, raw: int) -> np.ndarray:
