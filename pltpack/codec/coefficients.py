@@ -199,7 +199,7 @@ def decode_runs(reader: Reader, counts: np.ndarray, tables: Tables) -> np.ndarra
 
 
 def cost_tables(tables: Tables) -> np.ndarray:
-    """Bits of each symbol by class with its low bits, and of the escape where it has no frequency: float32 ``[K, 64]``."""
+    """Bits of each symbol by class, low bits counted, or of the escape it takes: float32 ``[K, 64]``."""
     freqs = tables.freqs[:, :SYMBOLS].astype(np.float64)
     bits = 12 - np.log2(np.maximum(freqs, 1)) + tables.raw[:, None]
     bits[:, ESCAPE] += 32
