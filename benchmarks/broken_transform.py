@@ -114,6 +114,11 @@ def _about(**members: Any) -> Callable[[dict[str, np.ndarray]], Any]:
     return lambda arrays: arrays.update(about=pack_about({**json.loads(arrays["about"].tobytes()), **members}))
 
 
+def _move(table: np.ndarray, old: int, new: int) -> None:
+    table[new] += table[old]
+    table[old] = 0
+
+
 _arrays("array-missing", lambda arrays: arrays.pop("local.log"))
 _arrays("array-more", lambda arrays: arrays.update(more=np.zeros(1, np.uint8)))
 _arrays("array-shape", lambda arrays: arrays.update(mean=arrays["mean"][:-1]))
@@ -122,6 +127,8 @@ _arrays("not-finite", _put("mean", 3, np.nan))
 _arrays("rank", _put("basis.rank", 1, 0xFFFFFFFF))
 _arrays("scale-range", _put("basis.log", 0, 24 * 64 + 1))
 _arrays("tables", _put("tables", (1, 5), 4000))
+_arrays("tables-zero", lambda arrays: _move(arrays["tables"][2], 0, 1))
+_arrays("tables-escape", lambda arrays: (_move(arrays["tables"][2], 5, 1), _move(arrays["tables"][2], 63, 1)))
 _arrays("singular", _put("whiten", slice(None), 0))
 _arrays("template-rows", lambda arrays: arrays.update({"sink.bits": arrays["sink.bits"][:, :, 1:]}))
 _arrays("about-version", _about(version=2))

@@ -99,7 +99,7 @@ def _entries(basis: np.ndarray) -> np.ndarray:
 
 
 def tables() -> np.ndarray:
-    """Frequencies of Laplacian values by class; every symbol can be coded."""
+    """Frequencies of Laplacian values by class; in some classes large symbols are left to the escape."""
     found = np.zeros((CLASSES, 256))
     for kind in range(CLASSES):
         expected = 2.0 ** ((FLOOR + CLASS_WIDTH * (kind + 0.5)) / OCTAVE - int(raw_bits(np.array([kind]), FLOOR)[0]))
@@ -107,6 +107,7 @@ def tables() -> np.ndarray:
         highs = np.array([(s + 1) // 2 for s in range(ESCAPE)])
         found[kind, :ESCAPE] = ratio**highs
         found[kind, :SYMBOLS] += 0.002
+        found[kind, ESCAPE - 10 * (kind % 4) : ESCAPE] = 0
     return rans.normalize(found)[:, :SYMBOLS]
 
 

@@ -159,6 +159,8 @@ class Profile:
         wide = np.zeros((len(array), 256), np.uint16)
         wide[:, :64] = array
         check_frequencies(wide)
+        some = array > 0
+        need((some[:, 0] & (some[:, :ESCAPE].all(axis=1) | some[:, ESCAPE])).all(), "a table lacks 0 or the escape")
         return wide
 
     @staticmethod
