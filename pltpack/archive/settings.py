@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from pltpack.codec import registry
@@ -50,13 +51,15 @@ class Target:
     bits: float | None = None
     size: int | None = None
 
-    def config(self, volume: Volume | None = None) -> dict[str, Any]:
+    def config(self, volume: Volume | None = None, scale: float = 1.0) -> dict[str, Any]:
         """As the codec's configuration; empty where the tier's own promise stands.
 
         Parameters
         ----------
         volume : Volume, optional
             What is to be written, its payload not yet known; a size cannot be steered by before.
+        scale : float
+            Of the bits that the codec is told, after it missed a target.
 
         Raises
         ------
@@ -73,35 +76,45 @@ class Target:
         if self.kl is not None:
             return {"target_kl": self.kl}
         if self.bits is not None:
-            return {"target_bits": self.bits}
+            return {"target_bits": self.bits * scale}
         if self.size is None or volume is None or not volume.elements:
             return {}
         if self.size <= volume.besides:
             raise PromiseError(f"token ids, tables and headers alone take {volume.besides} bytes of {self.size}")
-        return {"target_bits": min(8 * (self.size - volume.besides) / volume.elements, _MOST_BITS)}
+        return {"target_bits": min(scale * 8 * (self.size - volume.besides) / volume.elements, _MOST_BITS)}
 
     def check(self, written: Volume) -> None:
         """Compare what was written with the target.
 
         Raises
         ------
-        PromiseError
+        MissedError
             If it is larger by more than `TOLERANCE`.
         """
         if self.bits is not None and written.elements:
-            _compare(8 * written.payload / written.elements, self.bits, "{:.4g} bits per element")
+            found = 8 * written.payload / written.elements
+            _compare(found, self.bits, "{:.4g} bits per element", self.bits / max(found, 1e-9))
         if self.size is not None:
-            _compare(written.payload + written.besides, self.size, "{} bytes")
+            room = max(self.size - written.besides, 0) / max(written.payload, 1)
+            _compare(written.payload + written.besides, self.size, "{} bytes", room)
+
+
+class MissedError(PromiseError):
+    """What was written is too large; `room` is the part of its payload that may be."""
+
+    def __init__(self, fact: str, path: str | os.PathLike[str] | None = None, room: float = 0.0) -> None:
+        super().__init__(fact, path)
+        self.room = room
 
 
 #: More bits per element than any codec can use.
 _MOST_BITS = 64.0
 
 
-def _compare(found: float, wanted: float, shown: str) -> None:
+def _compare(found: float, wanted: float, shown: str, room: float) -> None:
     if found > (1 + TOLERANCE) * wanted:
         more = f"{100 * (found / wanted - 1):.1f} % more than the target of {shown.format(wanted)}"
-        raise PromiseError(f"the smallest found takes {shown.format(found)}, {more}")
+        raise MissedError(f"the smallest found takes {shown.format(found)}, {more}", room=room)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +150,8 @@ class Settings:
             raise UnsupportedError(f"block of {self.block} tokens (allowed: 1 to 4096)")
         self.codec()
 
-    def codec(self, volume: Volume | None = None) -> Codec:
-        """The tier's codec, not started; `volume` as of `Target.config`.
+    def codec(self, volume: Volume | None = None, scale: float = 1.0) -> Codec:
+        """The tier's codec, not started; arguments as of `Target.config`.
 
         Raises
         ------
@@ -147,7 +160,7 @@ class Settings:
         PromiseError
             If a target is out of reach.
         """
-        tier, config = registry.tier(self.quality), self.target.config(volume)
+        tier, config = registry.tier(self.quality), self.target.config(volume, scale)
         if self.target != Target() and not tier.calibrated:
             raise UnsupportedError(f"tier {self.quality!r} has no rate control: targets need a profile")
         return registry.codec(tier.codec_id, config) if config else tier

@@ -22,9 +22,10 @@ from pltpack.archive.profiles import digest
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.segments import dumps_json
-from pltpack.archive.settings import Settings, Volume
+from pltpack.archive.settings import TOLERANCE, MissedError, Settings, Volume
 from pltpack.archive.sharing import NewNode, Run, Sharing, run_records, share
 from pltpack.archive.sink import Sink
+from pltpack.archive.volume import expected
 from pltpack.codec.base import Codec, State
 from pltpack.codec.profile import Profile
 from pltpack.errors import ConflictError, DumpError, UnsupportedError
@@ -34,6 +35,9 @@ from pltpack.format.container import ContainerInfo
 from pltpack.format.manifest import SHARDS, FileEntry, Manifest
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot, token_ids
+
+#: Attempts to meet a target.
+_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,8 @@ class GenerationWriter:
         self._paths: set[Path] = set()
         # Tokens encoded; payload bytes and bytes in all that were written, the profile left out.
         self._encoded = self._payload = self._bytes = 0
+        # Of the attempts before, at which part of the target.
+        self._smallest, self._scale = float("inf"), 1.0
 
     def add(self, snapshots: Sequence[Snapshot]) -> Manifest:
         """Write the sessions and the next manifest; returns the manifest, already committed.
@@ -81,6 +87,19 @@ class GenerationWriter:
         identity = self._check(snapshots)
         if self._archive is None:
             (self._folder / SHARDS).mkdir()
+        for tries in range(_TRIES):
+            try:
+                return self._attempt(snapshots, identity)
+            except MissedError as missed:
+                # The estimate does not know how sharing cuts sessions; what was written tells.
+                room = missed.room * (1 - TOLERANCE / 4)
+                if tries == _TRIES - 1 or self._payload >= self._smallest or room <= 0:
+                    raise
+                self._forget()
+                self._scale *= room
+        raise AssertionError
+
+    def _attempt(self, snapshots: Sequence[Snapshot], identity: Identity) -> Manifest:
         threads = os.cpu_count() or 1
         with ThreadPoolExecutor(threads, thread_name_prefix="pltpack-encode") as pool, Sink() as self._sink:
             try:
@@ -89,13 +108,24 @@ class GenerationWriter:
                 if self._opened is not None:
                     self._opened.close()
 
+    def _forget(self) -> None:
+        """Remove what was written, none of which is committed."""
+        if self._opened is not None:
+            self._paths.add(self._opened.container.path)
+            self._libraries.remove(self._opened)
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+        self._smallest = self._payload
+        self._paths, self._opened = set(), None
+        self._encoded = self._payload = self._bytes = 0
+
     def _add(self, snapshots: Sequence[Snapshot], identity: Identity, pool: ThreadPoolExecutor) -> Manifest:
-        tier = self._settings.codec()
+        tier = self._settings.codec(scale=self._scale)
         sharing = Sharing([], [[] for _ in snapshots])
         if self._settings.dedup:
             sharing = share(self._archive, snapshots, self._settings.block,
                             lambda library, node: _keeps(library, node, tier))  # fmt: skip
-        tier = self._settings.codec(self._volume(identity, snapshots, sharing, tier))
+        tier = self._settings.codec(self._volume(identity, snapshots, sharing, tier), self._scale)
         place = self._find_codec(tier)
         shared = [runs[-1].session_start + runs[-1].length if runs else 0 for runs in sharing.runs]
         total = sum(_raw(n.owner, n.position, n.stop) for n in sharing.nodes)
@@ -151,19 +181,8 @@ class GenerationWriter:
         """What is to be written, if the target is a size."""
         if self._settings.target.size is None:
             return None
-        group = Profile(self._find_profile(tier)[0], identity.layers).groups[0]
-        runs = [node.stop - node.position for node in sharing.nodes]
-        besides = len(sharing.nodes) * tables.NODE.itemsize
-        for snapshot, mapped in zip(snapshots, sharing.runs, strict=True):
-            start = mapped[-1].session_start + mapped[-1].length if mapped else 0
-            runs.append(len(snapshot) - start)
-            besides += len(mapped) * tables.RUN.itemsize + 4 * len(snapshot)
-        groups = -(-len(identity.layers) // (group.stop - group.start))
-        besides += groups * sum(-(-run // UNIT_TOKENS) for run in runs) * tables.UNIT.itemsize
-        # The identity is in the head of each file; the manifest has a line for each.
-        head = header_reserve(container_metadata("library", identity, True))
-        besides += (len(snapshots) + 2) * head + 512 * (len(snapshots) + 1)
-        return Volume(sum(runs) * _per_token(identity), besides=besides)
+        groups = len(Profile(self._find_profile(tier)[0], identity.layers).groups)
+        return expected(identity, snapshots, sharing, groups, self._archive is None)
 
     def _check(self, snapshots: Sequence[Snapshot]) -> Identity:
         if not snapshots:
