@@ -209,15 +209,30 @@ def _decode_avx2(units: Any, tables: Any, shrink: Any, done: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _decode_avx512(units: Any, tables: Any, shrink: Any, done: Any) -> None:
-    scratch = _scratch(units)
-    kinds, places, states, tail, symbols = scratch[3:8]
-    for i in range(len(units)):
-        rows, start = _begin(units[i], scratch)
+    first, second = _scratch(units), _scratch(units)
+    kinds, places, states, tail, symbols = first[3:8]
+    kinds2, places2, states2, tail2, symbols2 = second[3:8]
+    i = 0
+    while i < len(units):
+        rows, start = _begin(units[i], first)
+        half = units[i, _DIM] // 2
+        out = symbols[: max(rows, 0) * half].reshape((max(rows, 0), half))
+        rows2, start2 = -1, 0
+        if i + 1 < len(units) and units[i + 1, _DIM] == units[i, _DIM]:
+            rows2, start2 = _begin(units[i + 1], second)
+        out2 = symbols2[: max(rows2, 0) * half].reshape((max(rows2, 0), half))
+        if rows >= 0 and rows2 >= 0:
+            used, used2 = rans_simd.decode_two_avx512(
+                tables, _words(units[i], places), tail, start, states, kinds, out, _words(units[i + 1], places2), tail2,
+                start2, states2, kinds2, out2,
+            )  # fmt: skip
+            done[i], done[i + 1] = _finish(units[i], first, used, shrink), _finish(units[i + 1], second, used2, shrink)
+            i += 2
+            continue
         if rows >= 0:
-            half = units[i, _DIM] // 2
-            out = symbols[: rows * half].reshape((rows, half))
             used = rans_simd.decode_rows_avx512(_words(units[i], places), tail, start, states, tables, kinds, out)
-            done[i] = _finish(units[i], scratch, used, shrink)
+            done[i] = _finish(units[i], first, used, shrink)
+        i += 1
 
 
 _LOOPS = {"avx512": _decode_avx512, "avx2": _decode_avx2, "portable": _decode_portable}

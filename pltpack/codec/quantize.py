@@ -229,6 +229,12 @@ def _rotate(line: Any, cos: Any, sin: Any, at: int, half: int, neighbours: bool)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
+def _bfloat(bits: Any) -> Any:
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(rounded >> np.uint32(16))
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
 def _store_bfloat(line: Any, bits: Any, words: Any, h: int, t: int) -> None:
     dim = words.shape[2]
     whole = dim // BLOCK * BLOCK
@@ -236,8 +242,27 @@ def _store_bfloat(line: Any, bits: Any, words: Any, h: int, t: int) -> None:
     for d in range(0, whole, BLOCK):
         vectors.to_bfloat(line, d, words, at + d)
     for d in range(whole, dim):
-        rounded = bits[d] + np.uint32(0x7FFF) + ((bits[d] >> np.uint32(16)) & np.uint32(1))
-        words[h, t, d] = np.uint16(rounded >> np.uint32(16))
+        words[h, t, d] = _bfloat(bits[d])
+
+
+@numba.njit(nogil=True, cache=True)
+def _escaped_pairs(symbols: Any, place: int, half: int, step: Any, centres: Any, centre: int, escapes: Any, used: int,
+                   turned: bool, cos: Any, sin: Any, turn: int, line: Any, bits: Any, words: Any, h: int,
+                   t: int) -> int:  # fmt: skip
+    """Write the words of a row's escaped pairs; the escaped values used by then, -1 if there are too few."""
+    for j in range(half):
+        if symbols[place + j] == 0:
+            if used + 2 > escapes.size:
+                return -1
+            x = np.float32(escapes[used]) * step + centres[centre + j]
+            y = np.float32(escapes[used + 1]) * step + centres[centre + half + j]
+            line[0], line[1] = x, y
+            if turned:
+                c, s = cos[turn + j], sin[turn + j]
+                line[0], line[1] = x * c - y * s, y * c + x * s
+            words[h, t, j], words[h, t, half + j] = _bfloat(bits[0]), _bfloat(bits[1])
+            used += 2
+    return used
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -266,6 +291,7 @@ def _heads(
     digits = np.zeros(2 * half, dtype=np.uint8)
     line = np.zeros(2 * half, dtype=np.float32)
     bits = line.view(np.uint32)
+    marks = np.empty(classes.size, dtype=np.uint8)
     # The usual case needs no memory between symbols and words: whole blocks, and RoPE on a symbol's own pairs.
     usual = half % BLOCK == 0 and words.size > 0 and words.shape[2] == 2 * half
     usual = usual and (rotation == 0 or (rotation == 1 and turned == half))
@@ -274,22 +300,36 @@ def _heads(
     for h in range(bases.size):
         for c in range(FINEST + 1):
             steps[c] = step_size(np.int64(codes[h]) - 4 * c)
-        for t in range(classes.size):
+        t = 0
+        while t < classes.size:
             token = np.int64(classes[t])
             if token > FINEST:
+                t += 1
                 continue
             k = _table_class(bases[h], token)
             r = RAW_BITS[k]
             step = steps[token]
             place = row * half
             centre = (h * classes.size + t if moving else h) * 2 * half
-            if usual and r < 4:
-                to = h * (words.strides[0] // 2) + t * 2 * half
-                if not fused.row(symbols, place, low, at, r, half, step, shrink[k], centres, centre, rotation == 1, cos,
-                              sin, t * turned, words, to):  # fmt: skip
-                    at += r * width
-                    row += 1
-                    continue
+            if usual and r <= fused.WIDEST:
+                end = t + 1
+                while end < classes.size and classes[end] == token:
+                    end += 1
+                fused.rows(symbols, place, low, at, r, half, step, shrink[k], centres, centre, 2 * half * moving,
+                           rotation == 1, cos, sin, t * turned, words, h * (words.strides[0] // 2) + t * 2 * half,
+                           end - t, marks)  # fmt: skip
+                for i in range(end - t):
+                    if marks[i]:
+                        used = _escaped_pairs(
+                            symbols, place + i * half, half, step, centres, centre + 2 * half * moving * i, escapes,
+                            used, rotation == 1, cos, sin, (t + i) * turned, line, bits, words, h, t + i,
+                        )  # fmt: skip
+                        if used < 0:
+                            return used
+                at += (end - t) * r * width
+                row += end - t
+                t = end
+                continue
             if r == 0:
                 escaped = _plain(symbols, place, step, shrink[k], centres, centre, line)
             else:
@@ -312,6 +352,7 @@ def _heads(
                 for d in range(floats.shape[2]):
                     floats[h, t, d] = line[d]
             row += 1
+            t += 1
     return used
 
 

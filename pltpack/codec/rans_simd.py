@@ -16,6 +16,7 @@ from numba.core import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from pltpack.codec.rans_ops import I8, I16, I64, Avx2, Avx512, for_each_step, load_states, store_states
 from pltpack.codec.rans_scalar import LANES, PROB_BITS, PROB_SCALE, STATE_LOW
 
 # Partly annotated, depending on the version of numba.
@@ -24,7 +25,6 @@ cgutils: Any = _cgutils
 _NEEDS = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx2": ("avx2",)}
 #: Bit of what an encoded row gives that tells of a marking symbol.
 _MARK = 40
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 
 def kernels() -> list[str]:
@@ -40,194 +40,71 @@ def kernels() -> list[str]:
     return [name for name, needs in _NEEDS.items() if all(f"+{need}" in enabled for need in needs)]
 
 
-class _Avx512:
-    """Emits vector operations over 16 lanes of 32 bits; masks are ``<16 x i1>``."""
-
-    width = 16
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-        self.lanes = ir.VectorType(_I32, self.width)
-
-    def splat(self, value: int) -> Any:
-        return ir.Constant(self.lanes, [value] * self.width)
-
-    def call(self, name: str, result: Any, *arguments: Any) -> Any:
-        signature = ir.FunctionType(result, [argument.type for argument in arguments])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, signature, name), arguments)
-
-    def at(self, pointer: Any, offset: Any, element: Any) -> Any:
-        vector = ir.VectorType(element, self.width)
-        return self.builder.bitcast(self.builder.gep(pointer, [offset]), vector.as_pointer())
-
-    def load(self, pointer: Any, offset: Any, element: Any, mask: Any = None) -> Any:
-        """Load one vector of `element` and widen it to 32-bit lanes; lanes outside `mask` are 0 and not touched."""
-        source = self.at(pointer, offset, element)
-        if mask is None:
-            value = self.builder.load(source, align=1)
-        else:
-            vector = source.type.pointee
-            name = f"llvm.masked.load.v{self.width}i{element.width}.p0"
-            value = self.call(name, vector, source, ir.Constant(_I32, 1), mask, ir.Constant(vector, None))
-        return value if element == _I32 else self.builder.zext(value, self.lanes)
-
-    def store(self, value: Any, pointer: Any, offset: Any, element: Any, mask: Any = None) -> None:
-        """Narrow 32-bit lanes to `element` and store those in `mask`."""
-        target = self.at(pointer, offset, element)
-        if element != _I32:
-            value = self.builder.trunc(value, ir.VectorType(element, self.width))
-        if mask is None:
-            self.builder.store(value, target, align=1)
-        else:
-            name = f"llvm.masked.store.v{self.width}i{element.width}.p0"
-            self.call(name, ir.VoidType(), value, target, ir.Constant(_I32, 1), mask)
-
-    def gather(self, table: Any, index: Any) -> Any:
-        every = ir.Constant(ir.VectorType(_I1, self.width), [1] * self.width)
-        name = "llvm.x86.avx512.mask.gather.dpi.512"
-        return self.call(name, self.lanes, self.splat(0), table, index, every, ir.Constant(_I32, 4))
-
-    def expand(self, words: Any, mask: Any) -> Any:
-        """Give the first words to the lanes in `mask`, in lane order; other lanes are undefined."""
-        return self.call("llvm.x86.avx512.mask.expand.v16i32", self.lanes, words, self.splat(0), mask)
-
-    def compress(self, values: Any, mask: Any) -> Any:
-        """Move the lanes in `mask` to the front, in lane order."""
-        return self.call("llvm.x86.avx512.mask.compress.v16i32", self.lanes, values, self.splat(0), mask)
-
-    def bits(self, mask: Any) -> Any:
-        return self.builder.bitcast(mask, ir.IntType(self.width))
-
-    def count(self, mask: Any) -> Any:
-        return self.builder.zext(self.builder.ctpop(self.bits(mask)), _I64)
-
-    def first_lanes(self, count: Any, lane_base: int) -> Any:
-        """Mask of the lanes whose number, from `lane_base` up, is below the 64-bit `count`."""
-        builder = self.builder
-        narrow = builder.insert_element(self.splat(0), builder.trunc(count, _I32), ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, self.width), None)
-        bound = builder.shuffle_vector(narrow, self.splat(0), zeros)
-        numbers = ir.Constant(self.lanes, [lane_base + lane for lane in range(self.width)])
-        return builder.icmp_unsigned("<", numbers, bound)
-
-
-class _Avx2(_Avx512):
-    """The same over 8 lanes; decoding only."""
-
-    width = 8
-
-    def gather(self, table: Any, index: Any) -> Any:
-        name = "llvm.x86.avx2.gather.d.d.256"
-        return self.call(name, self.lanes, self.splat(0), table, index, self.splat(-1), ir.Constant(_I8, 4))
-
-    def expand(self, words: Any, mask: Any) -> Any:
-        # Entry m, lane j: how many lanes before j are in the mask m.
-        ranks = bytes((m & ((1 << lane) - 1)).bit_count() for m in range(256) for lane in range(8))
-        constant = cgutils.global_constant(self.builder.module, "rans_ranks", cgutils.make_bytearray(ranks))
-        table = self.builder.bitcast(constant, _I8.as_pointer())
-        offset = self.builder.shl(self.builder.zext(self.bits(mask), _I64), ir.Constant(_I64, 3))
-        return self.call("llvm.x86.avx2.permd", self.lanes, words, self.load(table, offset, _I8))
-
-
-def _for_each_step(builder: Any, columns: Any, backwards: bool, emit: Any) -> None:
-    """Emit a row's loop: ``emit(first column, None)`` for full steps, ``emit(first column, lanes)`` for a partial one.
-
-    The partial step is the last of a row, the first when going backwards.
-    """
-    step = ir.Constant(_I64, LANES)
-    steps = builder.udiv(columns, step)
-    whole = builder.mul(steps, step)
-    rest = builder.sub(columns, whole)
-
-    def partial() -> None:
-        with builder.if_then(builder.icmp_unsigned(">", rest, ir.Constant(_I64, 0))):
-            emit(whole, rest)
-
-    if backwards:
-        partial()
-    with cgutils.for_range(builder, steps) as loop:
-        number = loop.index
-        if backwards:
-            number = builder.sub(builder.sub(steps, number), ir.Constant(_I64, 1))
-        emit(builder.mul(number, step), None)
-    if not backwards:
-        partial()
-
-
-def _load_states(ops: _Avx512, states: Any) -> list[Any]:
-    lanes = []
-    for first in range(0, LANES, ops.width):
-        slot = cgutils.alloca_once(ops.builder, ops.lanes)
-        ops.builder.store(ops.load(states, ir.Constant(_I64, 4 * first), _I32), slot)
-        lanes.append(slot)
-    return lanes
-
-
-def _store_states(ops: _Avx512, states: Any, lanes: list[Any]) -> None:
-    for number, slot in enumerate(lanes):
-        ops.store(ops.builder.load(slot), states, ir.Constant(_I64, 4 * number * ops.width), _I32)
-
-
-def _emit_decode(ops: _Avx512, words: Any, table: Any, states: Any, row: Any, columns: Any) -> Any:
-    """Emit the decoding of one row; gives the number of bytes read."""
+def _decode_step(ops: Avx512, words: Any, table: Any, lanes: list[Any], position: Any, row: Any, column: Any,
+                 active: Any) -> None:  # fmt: skip
+    """Emit one step: 32 symbols of a row to `row`, from the states in `lanes` and the words from `position` on."""
     builder = ops.builder
-    lanes = _load_states(ops, states)
-    position = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
+    for number, slot in enumerate(lanes):
+        first = number * ops.width
+        inside = None if active is None else ops.first_lanes(active, first)
+        old = builder.load(slot)
+        entry = ops.gather(table, builder.and_(old, ops.splat(PROB_SCALE - 1)))
+        target = builder.add(column, ir.Constant(I64, first))
+        ops.store(entry, row, target, I8, inside)
+        freq = builder.add(builder.and_(builder.lshr(entry, ops.splat(8)), ops.splat(0xFFF)), ops.splat(1))
+        new = builder.add(
+            builder.mul(freq, builder.lshr(old, ops.splat(PROB_BITS))), builder.lshr(entry, ops.splat(20))
+        )
+        low = builder.icmp_unsigned("<", new, ops.splat(STATE_LOW))
+        if inside is not None:
+            low = builder.and_(low, inside)
+            new = builder.select(inside, new, old)
+        here = builder.load(position)
+        fresh = ops.expand(ops.load(words, here, I16), low)
+        refilled = builder.or_(builder.shl(new, ops.splat(16)), fresh)
+        builder.store(builder.select(low, refilled, new), slot)
+        builder.store(builder.add(here, builder.shl(ops.count(low), ir.Constant(I64, 1))), position)
+
+
+def _emit_decode(ops: Avx512, words: Any, table: Any, states: Any, row: Any, columns: Any) -> Any:
+    """Emit the decoding of one row; gives the number of bytes read."""
+    lanes = load_states(ops, states)
+    position = cgutils.alloca_once_value(ops.builder, ir.Constant(I64, 0))
 
     def step(column: Any, active: Any) -> None:
-        for number, slot in enumerate(lanes):
-            first = number * ops.width
-            inside = None if active is None else ops.first_lanes(active, first)
-            old = builder.load(slot)
-            entry = ops.gather(table, builder.and_(old, ops.splat(PROB_SCALE - 1)))
-            target = builder.add(column, ir.Constant(_I64, first))
-            ops.store(entry, row, target, _I8, inside)
-            freq = builder.add(builder.and_(builder.lshr(entry, ops.splat(8)), ops.splat(0xFFF)), ops.splat(1))
-            new = builder.add(
-                builder.mul(freq, builder.lshr(old, ops.splat(PROB_BITS))), builder.lshr(entry, ops.splat(20))
-            )
-            low = builder.icmp_unsigned("<", new, ops.splat(STATE_LOW))
-            if inside is not None:
-                low = builder.and_(low, inside)
-                new = builder.select(inside, new, old)
-            here = builder.load(position)
-            fresh = ops.expand(ops.load(words, here, _I16), low)
-            refilled = builder.or_(builder.shl(new, ops.splat(16)), fresh)
-            builder.store(builder.select(low, refilled, new), slot)
-            builder.store(builder.add(here, builder.shl(ops.count(low), ir.Constant(_I64, 1))), position)
+        _decode_step(ops, words, table, lanes, position, row, column, active)
 
-    _for_each_step(builder, columns, False, step)
-    _store_states(ops, states, lanes)
-    return builder.load(position)
+    for_each_step(ops.builder, columns, False, step)
+    store_states(ops, states, lanes)
+    return ops.builder.load(position)
 
 
-def _divide(ops: _Avx512, x: Any, freq: Any) -> tuple[Any, Any]:
-    """Quotient and rest of ``x / freq`` for quotients below 2**20.
+def _next_state(ops: Avx512, x: Any, freq: Any, start: Any) -> Any:
+    """The state ``x // freq << 12 | start + x % freq`` for quotients below 2**20.
 
-    The float32 quotient, of three roundings, is off by less than 1, so one correction in each direction makes it exact;
-    the result does not depend on rounding. The reciprocal does not wait for `x`, as a division would.
+    The float32 quotient is meant to be too small: a factor of ``1 - 2**-22`` outweighs its three roundings, of at most
+    ``2**-24`` each, and takes less than 1 from the quotient. So it is exact or 1 too small, whatever the rounding, and
+    the rest tells which. The reciprocal does not wait for `x`, as a division would.
     """
     builder = ops.builder
     floats = ir.VectorType(ir.FloatType(), ops.width)
-    one = ir.Constant(floats, [1.0] * ops.width)
-    ratio = builder.fmul(builder.uitofp(x, floats), builder.fdiv(one, builder.uitofp(freq, floats)))
+    below = ir.Constant(floats, [1.0 - 2.0**-22] * ops.width)
+    ratio = builder.fmul(builder.uitofp(x, floats), builder.fdiv(below, builder.uitofp(freq, floats)))
     quotient = builder.fptosi(ratio, ops.lanes)
     rest = builder.sub(x, builder.mul(quotient, freq))
-    for relation, bound, change in (("<", ops.splat(0), -1), (">=", freq, 1)):
-        off = builder.icmp_signed(relation, rest, bound)
-        quotient = builder.select(off, builder.add(quotient, ops.splat(change)), quotient)
-        rest = builder.select(off, builder.sub(rest, freq) if change > 0 else builder.add(rest, freq), rest)
-    return quotient, rest
+    short = builder.icmp_unsigned(">=", rest, freq)
+    new = builder.add(builder.add(builder.shl(quotient, ops.splat(PROB_BITS)), start), rest)
+    return builder.select(short, builder.add(new, builder.sub(ops.splat(PROB_SCALE), freq)), new)
 
 
-def _emit_encode(ops: _Avx512, symbols: Any, table: Any, states: Any, words: Any, columns: Any) -> Any:
+def _emit_encode(ops: Avx512, symbols: Any, table: Any, states: Any, words: Any, columns: Any) -> Any:
     """Emit the coding of one row downwards from `words`.
 
     Gives the number of bytes written, negative if impossible; plus ``1 << _MARK`` if an entry's highest bit is set.
     """
     builder = ops.builder
-    lanes = _load_states(ops, states)
-    position = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
+    lanes = load_states(ops, states)
+    position = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
     least = cgutils.alloca_once_value(builder, ops.splat(1))
     every = cgutils.alloca_once_value(builder, ops.splat(0))
 
@@ -236,8 +113,8 @@ def _emit_encode(ops: _Avx512, symbols: Any, table: Any, states: Any, words: Any
             first = number * ops.width
             inside = None if active is None else ops.first_lanes(active, first)
             old = builder.load(slot)
-            source = builder.add(column, ir.Constant(_I64, first))
-            entry = ops.gather(table, ops.load(symbols, source, _I8, inside))
+            source = builder.add(column, ir.Constant(I64, first))
+            entry = ops.gather(table, ops.load(symbols, source, I8, inside))
             here = entry if inside is None else builder.select(inside, entry, ops.splat(0))
             builder.store(builder.or_(builder.load(every), here), every)
             freq = builder.and_(entry, ops.splat(0xFFFF))
@@ -245,30 +122,29 @@ def _emit_encode(ops: _Avx512, symbols: Any, table: Any, states: Any, words: Any
                 freq = builder.select(inside, freq, ops.splat(1))
             seen = builder.load(least)
             builder.store(builder.select(builder.icmp_unsigned("<", freq, seen), freq, seen), least)
-            freq = builder.or_(freq, builder.zext(builder.icmp_unsigned("==", freq, ops.splat(0)), ops.lanes))
+            freq = builder.select(builder.icmp_unsigned(">", freq, ops.splat(1)), freq, ops.splat(1))
             full = builder.icmp_unsigned(">=", builder.lshr(old, ops.splat(20)), freq)
             if inside is not None:
                 full = builder.and_(full, inside)
             written = ops.count(full)
-            here = builder.sub(builder.load(position), builder.shl(written, ir.Constant(_I64, 1)))
-            ops.store(ops.compress(old, full), words, here, _I16, ops.first_lanes(written, 0))
+            here = builder.sub(builder.load(position), builder.shl(written, ir.Constant(I64, 1)))
+            ops.store(ops.compress(old, full), words, here, I16, ops.first_lanes(written, 0))
             builder.store(here, position)
             x = builder.select(full, builder.lshr(old, ops.splat(16)), old)
-            quotient, rest = _divide(ops, x, freq)
             start = builder.and_(builder.lshr(entry, ops.splat(16)), ops.splat(PROB_SCALE - 1))
-            new = builder.add(builder.add(builder.shl(quotient, ops.splat(PROB_BITS)), rest), start)
+            new = _next_state(ops, x, freq, start)
             builder.store(new if inside is None else builder.select(inside, new, old), slot)
 
-    _for_each_step(builder, columns, True, step)
-    _store_states(ops, states, lanes)
+    for_each_step(builder, columns, True, step)
+    store_states(ops, states, lanes)
     bad = builder.icmp_unsigned("==", builder.load(least), ops.splat(0))
     possible = builder.icmp_unsigned("==", ops.bits(bad), ir.Constant(ir.IntType(ops.width), 0))
     marking = builder.icmp_signed("<", builder.load(every), ops.splat(0))
     marked = builder.icmp_unsigned("!=", ops.bits(marking), ir.Constant(ir.IntType(ops.width), 0))
     written = builder.or_(
-        builder.neg(builder.load(position)), builder.shl(builder.zext(marked, _I64), ir.Constant(_I64, _MARK))
+        builder.neg(builder.load(position)), builder.shl(builder.zext(marked, I64), ir.Constant(I64, _MARK))
     )
-    return builder.select(possible, written, ir.Constant(_I64, -1))
+    return builder.select(possible, written, ir.Constant(I64, -1))
 
 
 def _row_intrinsic(make_ops: Any, emit: Any) -> Any:
@@ -286,9 +162,9 @@ def _row_intrinsic(make_ops: Any, emit: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             def data(array: int, offset: Any) -> Any:
                 pointer = context.make_array(signature.args[array])(context, builder, values[array]).data
-                return builder.gep(builder.bitcast(pointer, _I8.as_pointer()), [offset])
+                return builder.gep(builder.bitcast(pointer, I8.as_pointer()), [offset])
 
-            arguments = data(0, values[1]), data(2, values[3]), data(4, ir.Constant(_I64, 0)), data(5, values[6])
+            arguments = data(0, values[1]), data(2, values[3]), data(4, ir.Constant(I64, 0)), data(5, values[6])
             return emit(make_ops(builder), *arguments, values[7])
 
         return signature, generate
@@ -296,9 +172,82 @@ def _row_intrinsic(make_ops: Any, emit: Any) -> Any:
     return row
 
 
-_decode_row_avx512 = _row_intrinsic(_Avx512, _emit_decode)
-_decode_row_avx2 = _row_intrinsic(_Avx2, _emit_decode)
-_encode_row_avx512 = _row_intrinsic(_Avx512, _emit_encode)
+def _rows_intrinsic(make_ops: Any, streams: int) -> Any:
+    """Make the numba function that decodes rows of several streams side by side.
+
+    ``rows(tables, columns, most, positions, words, limit, states, kinds, out, ...) -> rows``, with the last five once
+    for each stream. It stops after `most` rows, or before a row where a stream's position (in words, kept in
+    `positions`) is beyond its limit. A step waits for the step before it: another stream's fills the time.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def data(number: int) -> Any:
+            return context.make_array(signature.args[number])(context, builder, values[number]).data
+
+        ops = make_ops(builder)
+        one = ir.Constant(I64, 1)
+        tables, positions = builder.bitcast(data(0), I8.as_pointer()), data(3)
+        columns, most = values[1], values[2]
+        size = ir.Constant(I64, 4 * PROB_SCALE)
+        row = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
+        places, lanes, at = [], [], []
+        for number in range(streams):
+            first = 4 + 5 * number
+            places.append((builder.bitcast(data(first), I8.as_pointer()), values[first + 1], data(first + 3),
+                           data(first + 4)))  # fmt: skip
+            lanes.append(load_states(ops, builder.bitcast(data(first + 2), I8.as_pointer())))
+            begin = builder.load(builder.gep(positions, [ir.Constant(I64, number)]))
+            at.append(cgutils.alloca_once_value(builder, builder.shl(begin, one)))
+        test, body, end = (builder.append_basic_block(name) for name in ("rows.test", "rows.body", "rows.end"))
+        builder.branch(test)
+        builder.position_at_end(test)
+        more = builder.icmp_signed("<", builder.load(row), most)
+        for (_, limit, _, _), position in zip(places, at, strict=True):
+            inside = builder.icmp_signed("<=", builder.load(position), builder.shl(limit, one))
+            more = builder.and_(more, inside)
+        builder.cbranch(more, body, end)
+        builder.position_at_end(body)
+        here = builder.load(row)
+        found = []
+        for words, _, kinds, out in places:
+            table = builder.gep(tables, [builder.mul(builder.load(builder.gep(kinds, [here])), size)])
+            found.append((words, table, builder.gep(out, [builder.mul(here, columns)])))
+
+        def step(column: Any, active: Any) -> None:
+            for (words, table, line), slots, position in zip(found, lanes, at, strict=True):
+                _decode_step(ops, words, table, slots, position, line, column, active)
+
+        for_each_step(builder, columns, False, step)
+        builder.store(builder.add(here, one), row)
+        builder.branch(test)
+        builder.position_at_end(end)
+        for number in range(streams):
+            store_states(ops, builder.bitcast(data(4 + 5 * number + 2), I8.as_pointer()), lanes[number])
+            read = builder.lshr(builder.load(at[number]), one)
+            builder.store(read, builder.gep(positions, [ir.Constant(I64, number)]))
+        return builder.load(row)
+
+    @intrinsic
+    def rows_of_one(typing: Any, tables: Any, columns: Any, most: Any, positions: Any, words: Any, limit: Any,
+                    states: Any, kinds: Any, out: Any) -> Any:  # fmt: skip
+        each = words, types.int64, states, kinds, out
+        return types.int64(tables, types.int64, types.int64, positions, *each), generate
+
+    @intrinsic
+    def rows_of_two(typing: Any, tables: Any, columns: Any, most: Any, positions: Any, words: Any, limit: Any,
+                    states: Any, kinds: Any, out: Any, words2: Any, limit2: Any, states2: Any, kinds2: Any,
+                    out2: Any) -> Any:  # fmt: skip
+        each = words, types.int64, states, kinds, out, words2, types.int64, states2, kinds2, out2
+        return types.int64(tables, types.int64, types.int64, positions, *each), generate
+
+    return rows_of_one if streams == 1 else rows_of_two
+
+
+_decode_row_avx512 = _row_intrinsic(Avx512, _emit_decode)
+_decode_row_avx2 = _row_intrinsic(Avx2, _emit_decode)
+_decode_one_avx512 = _rows_intrinsic(Avx512, 1)
+_decode_two_avx512 = _rows_intrinsic(Avx512, 2)
+_encode_row_avx512 = _row_intrinsic(Avx512, _emit_encode)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -316,26 +265,49 @@ def encode_rows_avx512(symbols: Any, table_of_row: Any, tables: Any, words: Any,
     return end // 2
 
 
-# The two loops differ in the row function only: numba's cache cannot tell functions apart that a factory made.
+@numba.njit(nogil=True, cache=True)
+def _decode_from(
+    row: int, position: int, words: Any, tail: Any, tail_start: Any, states: Any, tables: Any, kinds: Any, out: Any
+) -> Any:
+    """Decode the rows from `row` on, which begin at the word `position`."""
+    rows, columns = out.shape
+    count = words.size // 2
+    if row < rows:
+        positions = np.array([position])
+        limit = count - columns - LANES
+        row += _decode_one_avx512(tables, columns, rows - row, positions, words, limit, states, kinds[row:], out[row:])
+        position = positions[0]
+    # The last rows read from the tail, which goes on beyond the stream's end.
+    for r in range(row, rows):
+        if position > count:
+            return -1
+        table = kinds[r] * tables.shape[1] * 4
+        start = 2 * (position - tail_start)
+        position += _decode_row_avx512(tail, start, tables, table, states, out, r * columns, columns) // 2
+    return position
+
+
 @numba.njit(nogil=True, cache=True)
 def decode_rows_avx512(
     words: Any, tail: Any, tail_start: Any, states: Any, tables: Any, table_of_row: Any, out: Any
 ) -> Any:
     """As `pltpack.codec.rans_scalar.decode_rows`; all arrays C-contiguous."""
-    rows, columns = out.shape
-    count = words.size // 2
-    position = np.int64(0)
-    for r in range(rows):
-        table = table_of_row[r] * tables.shape[1] * 4
-        if position <= count - columns - LANES:
-            read = _decode_row_avx512(words, 2 * position, tables, table, states, out, r * columns, columns)
-        elif position <= count:
-            start = 2 * (position - tail_start)
-            read = _decode_row_avx512(tail, start, tables, table, states, out, r * columns, columns)
-        else:
-            return -1
-        position += read // 2
-    return position
+    return _decode_from(0, 0, words, tail, tail_start, states, tables, table_of_row, out)
+
+
+@numba.njit(nogil=True, cache=True)
+def decode_two_avx512(
+    tables: Any, words: Any, tail: Any, tail_start: int, states: Any, kinds: Any, out: Any, words2: Any, tail2: Any,
+    tail_start2: int, states2: Any, kinds2: Any, out2: Any
+) -> Any:  # fmt: skip
+    """As two times `decode_rows_avx512`, for streams with equally many columns."""
+    columns = out.shape[1]
+    positions = np.zeros(2, np.int64)
+    limit, limit2 = words.size // 2 - columns - LANES, words2.size // 2 - columns - LANES
+    row = _decode_two_avx512(tables, columns, min(len(out), len(out2)), positions, words, limit, states, kinds, out,
+                             words2, limit2, states2, kinds2, out2)  # fmt: skip
+    return (_decode_from(row, positions[0], words, tail, tail_start, states, tables, kinds, out),
+            _decode_from(row, positions[1], words2, tail2, tail_start2, states2, tables, kinds2, out2))  # fmt: skip
 
 
 @numba.njit(nogil=True, cache=True)

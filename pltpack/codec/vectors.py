@@ -38,6 +38,19 @@ class _Emitter:
     def _index(self, offset: Any) -> Any:
         return self._context.cast(self.b, offset[1], offset[0], types.int64)
 
+    def index(self, number: int) -> Any:
+        """An index argument as a 64-bit integer."""
+        return self._index(self.offset(number))
+
+    def item(self, number: int, offset: Any) -> Any:
+        """Pointer to the item of an array argument at a 64-bit offset."""
+        array = self._context.make_array(self._types[number])(self._context, self.b, self._arguments[number])
+        return self.b.gep(array.data, [offset])
+
+    def place(self, number: int, offset: Any, element: Any) -> Any:
+        """Pointer to the vector in an array argument at a 64-bit offset."""
+        return self.b.bitcast(self.item(number, offset), ir.VectorType(element, BLOCK).as_pointer())
+
     def offset(self, number: int) -> Any:
         """An index argument, with its type."""
         return self._types[number], self._arguments[number]
