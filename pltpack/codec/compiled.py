@@ -6,10 +6,12 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core import cgutils as _cgutils
 from numba.core import types as _types
 from numba.extending import intrinsic
 
 # Partly annotated, depending on the version of numba.
+cgutils: Any = _cgutils
 types: Any = _types
 
 
@@ -27,6 +29,26 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:
 def items_at(address: int, like: Any, count: int) -> Any:
     """The array of `count` items of the type of `like` at an address; the caller keeps the memory alive."""
     return numba.carray(_pointer(address, like), (count,))
+
+
+@intrinsic
+def copy_bytes(typing: Any, source: Any, first: Any, target: Any, to: Any, count: Any) -> Any:
+    """Copy `count` bytes from item `first` of one array to item `to` of another, which do not overlap: no checks.
+
+    An assignment between slices, which may overlap, goes byte by byte.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def pointer(array: int, item: int) -> Any:
+            data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
+            place = context.cast(builder, arguments[item], signature.args[item], types.int64)
+            return builder.gep(data, [place])
+
+        size = context.cast(builder, arguments[4], signature.args[4], types.int64)
+        cgutils.raw_memcpy(builder, pointer(2, 3), pointer(0, 1), size, 1)
+        return context.get_dummy_value()
+
+    return types.none(source, first, target, to, count), emit
 
 
 def address_of(array: np.ndarray) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from pltpack.codec import tiles
+
 _BLOCK = 32
 
 
@@ -80,6 +82,9 @@ def _quads(words: np.ndarray) -> np.ndarray | None:
 
 def to_rows(words: np.ndarray, rows: np.ndarray) -> None:
     """Copy ``[H, T, D]``, any strides, to channel rows ``[H * D, T]``."""
+    if tiles.fits(words) and rows.strides[1] == 2:
+        tiles.to_rows(words, rows)
+        return
     packed = _quads(words)
     if packed is None:
         _to_rows(words, rows)
@@ -89,6 +94,9 @@ def to_rows(words: np.ndarray, rows: np.ndarray) -> None:
 
 def from_rows(rows: np.ndarray, words: np.ndarray) -> None:
     """Inverse of `to_rows`."""
+    if tiles.fits(words) and rows.strides[1] == 2:
+        tiles.from_rows(rows, words)
+        return
     packed = _quads(words)
     if packed is None:
         _from_rows(rows, words)
