@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import overload
 
 from pltpack.codec.base import LayerSample, Unit
 from pltpack.snapshot import Snapshot
@@ -49,11 +50,30 @@ class JobSamples:
             runs = [runs[i * len(runs) // keep] for i in range(min(keep, len(runs)))]
         self._runs = runs
 
-    def layer(self, index: int) -> list[LayerSample]:
-        """See `pltpack.codec.base.Samples.layer`."""
-        out = []
-        for run in self._runs:
-            keys, values = run.snapshot.layer(index, run.start, run.stop)
-            unit = Unit(index, run.snapshot.identity.layers[index], run.start, len(run), run.boundary - run.stop)
-            out.append(LayerSample(unit, keys, values))
-        return out
+    def layer(self, index: int) -> Sequence[LayerSample]:
+        """See `pltpack.codec.base.Samples.layer`; a sample is read when it is looked at."""
+        return _Runs(self._runs, index)
+
+
+class _Runs(Sequence[LayerSample]):
+    """Samples of one layer."""
+
+    def __init__(self, runs: Sequence[TokenRange], layer: int) -> None:
+        self._runs, self._layer = runs, layer
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerSample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> _Runs: ...
+
+    def __getitem__(self, index: int | slice) -> LayerSample | _Runs:
+        if isinstance(index, slice):
+            return _Runs(self._runs[index], self._layer)
+        run, layer = self._runs[index], self._layer
+        keys, values = run.snapshot.layer(layer, run.start, run.stop)
+        unit = Unit(layer, run.snapshot.identity.layers[layer], run.start, len(run), run.boundary - run.stop)
+        return LayerSample(unit, keys, values)

@@ -20,9 +20,9 @@ MAX_CLASSES = 128
 MIRROR = 128
 #: Octaves of the window below the mean exponent.
 _BELOW = 11
-_ROUNDS = 10
+_ROUNDS = 6
 #: Rows that k-means looks at; all others are only assigned.
-_SAMPLE_ROWS = 2048
+_SAMPLE_ROWS = 512
 _CHUNK_ROWS = 4096
 #: A symbol rarer than this costs more as a table slot of 1/4096 than as an escape.
 _RARE = 2.0**-15

@@ -77,7 +77,7 @@ INLINE_CLASSES = 8
 _STATE_ELEMENTS = 1 << 16
 _INLINE_ELEMENTS = 1 << 15
 #: Tokens per layer that `learn` looks at, in pieces.
-_SAMPLE_TOKENS = 2048
+_SAMPLE_TOKENS = 1024
 _PIECE = 64
 
 
@@ -224,6 +224,9 @@ def _words(arrays: KeyValue, layout: Layout) -> Words:
 
 def _thin(found: Sequence[LayerSample]) -> Sequence[LayerSample]:
     """An even choice of pieces of runs with about `_SAMPLE_TOKENS` tokens in all."""
+    if len(found):
+        # Samples are made when they are looked at, which takes longer than to count their words.
+        found = found[:: max(1, len(found) * min(_PIECE, found[0].keys.shape[1]) // _SAMPLE_TOKENS)]
     step = -(-sum(sample.keys.shape[1] for sample in found) // _SAMPLE_TOKENS)
     if step <= 1:
         return found
