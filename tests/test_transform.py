@@ -298,8 +298,10 @@ class TestTargets:
         assert target < probe.kl(codec._log_step + 1) or codec._log_step == 6 * OCTAVE
 
     def test_a_divergence_out_of_reach_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match=r"finest step .* not 1e-06"):
-            started(random_profile(kl=(0.0, 1.0)), target_kl=1e-6).prepare(session("s", np.arange(50)))
+        with pytest.raises(ValueError, match=r"finest step .* not 1e-06$"):
+            started(PROFILE, target_kl=1e-6).prepare(session("s", np.arange(50)))
+        with pytest.raises(ValueError, match=r"without a measurement .* bits or bytes"):
+            started(random_profile(kl=(0.0, 1.0)), target_kl=1e-4).prepare(session("s", np.arange(50)))
 
     @pytest.mark.parametrize("config", [
         {"step": 1.0, "target_kl": 0.1}, {"step": 0}, {"step": True}, {"target_bits": -1}, {"target_kl": "1"},

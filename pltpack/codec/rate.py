@@ -36,6 +36,8 @@ _UNIT_HEADER_BYTES = 5 + 12
 #: Share of its raw size that a token takes which is stored exactly and by itself.
 _PLANES = 0.75
 _RUN_TOKENS = 32
+#: Prediction of a profile that was made without a model.
+_UNMEASURED = [0, 1]
 _PIECE = 2048
 #: Steps that are tried, in 1/24 octave, around 1.
 _REACH = 6 * OCTAVE
@@ -115,7 +117,9 @@ def choose(
     if target_kl is not None:
         probe = Probe(codec, snapshot, classes)
         if (least := probe.kl(low)) > target_kl:
-            raise ValueError(f"at the finest step a KL divergence of {least:.3g} is predicted, not {target_kl:g}")
+            known = codec.profile.about["kl"] != _UNMEASURED
+            hint = "" if known else "; its profile was made without a measurement of it: give a target of bits or bytes"
+            raise ValueError(f"at the finest step a KL divergence of {least:.3g} is predicted, not {target_kl:g}{hint}")
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if probe.kl(middle) <= target_kl else (low, middle - 1)
