@@ -49,10 +49,10 @@ def compress(
 
     \b
     Tiers:
-      near, balanced, small with a profile: KL divergence of up to 0.003, 0.01, 0.025
-      lossless              bit-exact, for every dtype
-      q4, q3, q2, q1        about 4 to 1 bits a value, finer for tokens that matter, first 4 exact
-      turboquant-4, -3, -2  the per-vector baseline: random rotation, Lloyd-Max levels
+      near, balanced, small  KL divergence up to 0.003, 0.01 or 0.025, as a profile predicts it
+      lossless               bit-exact, for every dtype
+      q4, q3, q2, q1         about 4 to 1 bits a value, finer for tokens that matter, first 4 exact
+      turboquant-4, -3, -2   the per-vector baseline: random rotation, Lloyd-Max levels
 
     Exits with 3 and writes nothing if a tier's promise or a target cannot be kept; what is written takes at most 3 %
     more than --target-bits or --target-bytes.
