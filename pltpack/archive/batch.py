@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from pltpack.archive.segments import Segment
-from pltpack.codec.base import DecodeJob, KeyValue
+from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
 
 #: Most payload bytes that are read at once, unless one unit is larger.
 PIECE_BYTES = 1 << 20
@@ -18,9 +19,13 @@ PIECE_BYTES = 1 << 20
 class _Item(NamedTuple):
     segment: Segment
     record: np.void
-    state: int
     offset: int
     length: int
+    checksum: int
+    tokens: int
+    layer: int
+    layers: int
+    state: int
     out: KeyValue
     reference: KeyValue | None
 
@@ -50,8 +55,10 @@ class Batch:
 
     def add(self, segment: Segment, record: np.void, out: KeyValue, reference: KeyValue | None = None) -> None:
         """Note a unit; arguments as of `Segment.decode`. The arrays are filled by the next `run`."""
-        state, offset, length = (int(record[name]) for name in ("state", "offset", "length"))
-        self._items.append(_Item(segment, record, state, offset, length, out, reference))
+        # All fields at once: one of them takes nearly as long.
+        offset, length, checksum, _, tokens, layer, layers, state, *_ = record.item()
+        fields = offset, length, checksum, tokens, layer, layers, state
+        self._items.append(_Item(segment, record, *fields, out, reference))
 
     def run(self) -> None:
         """Decode all that was added.
@@ -88,15 +95,25 @@ def _decode(piece: list[_Item]) -> None:
     segment, start = piece[0].segment, piece[0].offset
     data = _buffer.view(piece[-1].offset + piece[-1].length - start)
     segment.container.payload_into(data, start)
+    codec = segment.codec_of(piece[0].record)
     jobs = []
     for item in piece:
         payload = data[item.offset - start : item.offset - start + item.length]
-        segment.check(item.record, payload)
-        jobs.append(DecodeJob(payload, segment.unit(item.record), *item.out, item.reference))
+        if xxhash.xxh3_64_intdigest(payload) != item.checksum:
+            segment.check(item.record, payload)
+        jobs.append(DecodeJob(payload, _unit(item, codec), *item.out, item.reference))
     try:
-        segment.codec_of(piece[0].record).decode_many(jobs)
+        codec.decode_many(jobs)
     except ValueError:
         # One by one, to name the unit.
         for item, job in zip(piece, jobs, strict=True):
             segment.decode_job(item.record, job)
         raise
+
+
+def _unit(item: _Item, codec: Codec) -> Unit:
+    """As `Segment.unit`, shorter for a unit of one layer."""
+    if item.layers != 1 or codec.spans:
+        return item.segment.unit(item.record)
+    geometry = item.segment.identity.layers[item.layer]
+    return Unit(item.layer, geometry, item.segment.position_of(item.record), item.tokens)

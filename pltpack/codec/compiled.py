@@ -53,7 +53,7 @@ def copy_bytes(typing: Any, source: Any, first: Any, target: Any, to: Any, count
 
 def address_of(array: np.ndarray) -> int:
     """Address of an array's first item."""
-    return int(array.__array_interface__["data"][0])
+    return array.ctypes.data
 
 
 def head_stride(array: np.ndarray, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> int:

@@ -8,6 +8,7 @@ any way, is left to `pltpack.codec.group_decode`, which takes everything and say
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -279,12 +280,12 @@ class Batch:
         strides = head_stride(keys, shape, _BFLOAT), head_stride(values, shape, _BFLOAT)
         if not all(strides) or not (keys.flags.writeable and values.flags.writeable):
             return None
-        data = np.frombuffer(payload, np.uint8)
+        address, data = _place(payload)
         turn = self._turn(self._layers[unit.layer].rotation, unit.position, unit.tokens)
         held += [data, turn]
         return (
-            address_of(data),
-            data.size,
+            address,
+            len(payload),
             unit.tokens,
             *fixed,
             *turn[0],
@@ -292,6 +293,16 @@ class Batch:
             address_of(values),
             *strides,
         )
+
+
+def _place(payload: memoryview) -> tuple[int, object]:
+    """Address of a payload, and what holds it there."""
+    if payload.readonly:
+        data = np.frombuffer(payload, np.uint8)
+        return address_of(data), data
+    # Several times faster, but only for memory that may be written to.
+    first = ctypes.c_char.from_buffer(payload)
+    return ctypes.addressof(first), first
 
 
 def _fixed(layer: Layer) -> tuple[int, int, int, int] | None:
