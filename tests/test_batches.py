@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pltpack.archive.sink import Sink
 from pltpack.archive.threads import together
-from pltpack.codec import group_batch, group_decode, lossless_batch, rans, rans_simd
+from pltpack.codec import group_batch, group_decode, lossless_batch, planes, rans, rans_simd
 from pltpack.codec.base import DecodeJob, EncodeJob, LayerSample, Unit
 from pltpack.codec.group import GroupCodec
 from pltpack.codec.lossless import LosslessCodec
@@ -197,3 +197,20 @@ def test_threads_share_work_and_tell_the_first_error():
         together(seen.append, [1, 2, 3], pool, 2)
         gate.set()
         assert all(future.result() for future in busy)
+
+
+@QUICK
+@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([1, 15, 16, 40, 64]), st.integers(0, 3))
+def test_transposes_in_tiles(heads, count, dim, spare):
+    rng = np.random.default_rng(dim)
+    whole = rng.integers(1, 1 << 16, (heads, count + spare, dim), dtype=np.uint16)
+    wanted = whole[:, :count].transpose(0, 2, 1).reshape(heads * dim, count)
+    # Rows that are a part of longer ones, as those of a sample are.
+    long = np.zeros((heads * dim, count + spare), np.uint16)
+    planes.to_rows(whole[:, :count], long[:, :count])
+    assert np.array_equal(long[:, :count], wanted)
+    assert not long[:, count:].any()
+    back = np.zeros_like(whole)
+    planes.from_rows(long[:, :count], back[:, :count])
+    assert np.array_equal(back[:, :count], whole[:, :count])
+    assert not back[:, count:].any()
