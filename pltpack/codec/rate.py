@@ -39,6 +39,8 @@ _RUN_TOKENS = 32
 #: Prediction of a profile that was made without a model.
 _UNMEASURED = [0, 1]
 _PIECE = 2048
+#: Tokens added to the distance to a turn's end: a chat may be cut there, but of many turns only few are.
+TURN_DISTANCE = 64
 #: Steps that are tried, in 1/24 octave, around 1.
 _REACH = 6 * OCTAVE
 
@@ -77,7 +79,9 @@ def token_classes(profile: Profile, snapshot: Snapshot, cuts: Sequence[int]) -> 
             found[start:stop, at : at + 2 * layer.heads] = importance.norms(snapshot.layer(index, start, stop))
             at += 2 * layer.heads
     ends = np.flatnonzero(np.isin(snapshot.tokens, profile.about["turn_ends"])) + 1
-    distance = importance.distances(tokens, [*cuts, *ends.tolist()])
+    distance = np.minimum(
+        importance.distances(tokens, cuts), importance.distances(tokens, ends.tolist()) + TURN_DISTANCE
+    )
     predicted = importance.predict(profile.importance, importance.features(found, distance, np.arange(tokens)))
     if snapshot.importance is not None and tokens:
         captured = np.log2(np.maximum(np.nan_to_num(snapshot.importance.astype(np.float64)), 1e-30))
