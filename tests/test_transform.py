@@ -257,13 +257,15 @@ class TestClasses:
         assert (cut > plain)[36:40].any()
         assert (cut == plain)[40:].all()
 
-    def test_turn_ends_are_cuts(self) -> None:
+    def test_turn_ends_are_cuts_at_a_distance(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ids = np.arange(100, 180)
         ids[39] = TURN_END
         snapshot = session("s", ids)
         profile = started(PROFILE).profile
-        found = rate.token_classes(profile, snapshot, ())
-        assert np.array_equal(found, rate.token_classes(profile, snapshot, (40,)))
+        cut = rate.token_classes(profile, snapshot, (40,))
+        assert not np.array_equal(cut, rate.token_classes(profile, snapshot, ()))
+        monkeypatch.setattr(rate, "TURN_DISTANCE", 0)
+        assert np.array_equal(cut, rate.token_classes(profile, snapshot, ()))
 
     def test_no_tokens_no_classes(self) -> None:
         codec = started(PROFILE, target_kl=0.01)

@@ -1,7 +1,9 @@
 """Rate control: token classes of a session, and the step by which it meets a target of KL divergence or of bits.
 
-Predicted KL is the profile's: ``log2 KL = a + c log2 D`` with D the mean over tokens of importance times squared error
-in whitened rows; a and c were measured at calibration.
+Predicted KL is the profile's: ``log2 KL = a + c log2 D`` with D the sum over tokens of importance times squared error
+in whitened rows, over the length of a calibrated cache; a and c were measured at calibration. Errors of all tokens
+reach what is predicted next, but in a long session attention is spread thinner, and in a short one each token weighs
+more.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Bound of a unit's step, 2^±40 whitened units.
 MAX_LOG_STEP = 40 * OCTAVE
+#: Tokens of the caches on which KL is measured at calibration, and the lengths between which more tokens count for more.
+REFERENCE_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 768, 256, 1024
 #: Tokens from which a session's step is chosen.
 SAMPLE_TOKENS = 384
 #: Elements, at most, that are looked at where bits are to be met, if those are more tokens.
@@ -180,6 +184,7 @@ class Probe:
             self.lost += size * (1 - float(np.concatenate(finite).mean())) if self.tokens else 0.0
             self._groups.append((bases, bases.analyse(np.concatenate(parts))))
         self._costs = cost_tables(self._tables)
+        self._share = min(max(len(snapshot), _LEAST_TOKENS), _MOST_TOKENS) / REFERENCE_TOKENS
 
     def _measure(self, log_step: int) -> tuple[np.ndarray, float, float]:
         """Squared error of each token in whitened rows, bits of all of them, and bits that fill a unit's rows."""
@@ -196,7 +201,7 @@ class Probe:
         """Predicted KL divergence in nats."""
         errors, _, _ = self._measure(log_step)
         weight = np.exp2(self._classes.astype(np.float64) - importance.ORDINARY)
-        mean = float((weight * errors).mean()) if len(errors) else 0.0
+        mean = float((weight * errors).mean()) * self._share if len(errors) else 0.0
         a, c = self._profile.about["kl"]
         return float(np.exp2(min(a + c * np.log2(max(mean, 1e-30)), 100.0)))
 
