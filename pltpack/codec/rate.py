@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Bound of a unit's step, 2^±40 whitened units.
 MAX_LOG_STEP = 40 * OCTAVE
-#: Tokens of the caches on which KL is measured at calibration, and the lengths between which more tokens count for more.
+#: Tokens of the caches on which KL is measured at calibration, and lengths between which more tokens count for more.
 REFERENCE_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 768, 256, 1024
 #: Tokens from which a session's step is chosen.
 SAMPLE_TOKENS = 384
