@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -64,17 +66,17 @@ def measure(model_dir: Path, profile: Path, dumps: Path, quality: str, rounds: i
     codec = registry.tier(quality)
     codec.start(arrays, snapshots[0].identity)
 
-    def encode() -> None:
-        for snapshot in snapshots:
-            ready = codec.prepare(snapshot, (len(snapshot),))
-            for group in codec.layer_groups(len(snapshot.identity.layers)):
-                shapes = snapshot.identity.layers[group.start : group.stop]
-                for at in range(0, len(snapshot), 256):
-                    stop = min(at + 256, len(snapshot))
-                    unit = Unit(group.start, shapes[0], at, stop - at, 0, tuple(shapes))
-                    ready.encode_span(unit, [snapshot.layer(layer, at, stop) for layer in group])
+    def encode(snapshot: pltpack.Snapshot) -> None:
+        ready = codec.prepare(snapshot, (len(snapshot),))
+        for group in codec.layer_groups(len(snapshot.identity.layers)):
+            shapes = snapshot.identity.layers[group.start : group.stop]
+            for at in range(0, len(snapshot), 256):
+                stop = min(at + 256, len(snapshot))
+                unit = Unit(group.start, shapes[0], at, stop - at, 0, tuple(shapes))
+                ready.encode_span(unit, [snapshot.layer(layer, at, stop) for layer in group])
 
-    seconds["encode, one core"] = best(encode, 1)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        seconds["encode, sessions in parallel"] = best(lambda: list(pool.map(encode, snapshots)), 2)
     block = np.random.default_rng(0).integers(0, 255, raw, np.uint8)
     target = np.empty_like(block)
     seconds["memcpy"] = best(lambda: np.copyto(target, block), rounds)
