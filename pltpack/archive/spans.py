@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import numpy as np
@@ -48,10 +48,7 @@ class SpanSource:
 
     def __init__(self, archive: Archive, shard: Shard, decode: Decode) -> None:
         self._archive, self._decode, self._lock = archive, decode, threading.Lock()
-        self._pieces: Callable[[int, int, int], list[tuple[range, int, int]]] = (
-            lambda layer, start, stop: span_pieces(shard, range(layer, len(shard.identity.layers)), start, stop)
-        )
-        self._layers = shard.identity.layers
+        self._shard, self._layers = shard, shard.identity.layers
         self._held: _Held | None = None
         self._plain = False
 
@@ -61,7 +58,7 @@ class SpanSource:
             if self._plain or start == stop:
                 return None
             if self._held is None or not self._held.has(index, start, stop):
-                pieces = self._pieces(index, start, stop)
+                pieces = span_pieces(self._shard, range(index, len(self._layers)), start, stop)
                 if not pieces:
                     self._plain = True
                     return None

@@ -7,6 +7,7 @@ then use a part of the basis only, and the layers' own bases serve the few token
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -15,7 +16,7 @@ import numpy as np
 from pltpack.codec import rate
 from pltpack.codec.coefficients import Order
 from pltpack.codec.dual import dual
-from pltpack.codec.profile import Group, Profile, rows_of
+from pltpack.codec.profile import Group, Profile
 
 #: Tokens whose product is made at once: tokens are sorted by class, and each run uses what its finest class needs.
 _RUN = 64
@@ -41,8 +42,6 @@ class GroupBases:
         logs = np.concatenate([profile.shared_log[group.component], profile.local_log[group.first : group.last]])
         self._order = np.argsort(-logs, kind="stable")
         self.logs = logs[self._order].astype(np.int32)
-        self._place = np.empty(len(logs), np.int64)
-        self._place[self._order] = np.arange(len(logs))
         # In a sorted list, how many shared components precede each end: what a product of a prefix needs.
         self._reach = np.maximum.accumulate(np.where(self._order < self.rank, self._order + 1, 0))
 
@@ -125,7 +124,6 @@ class Bases:
         self._groups = [GroupBases(profile, group) for group in profile.groups]
         # Checked at the start, not at the first unit.
         profile.check_inverse()
-        assert all(rows_of(layer) for layer in profile.layers)
 
     def of(self, layers: range) -> GroupBases:
         """The bases of exactly these layers.
@@ -140,7 +138,7 @@ class Bases:
                 return bases
         raise ValueError(f"layers {layers.start}:{layers.stop} are not a layer group of the profile")
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[GroupBases]:
         return iter(self._groups)
 
 

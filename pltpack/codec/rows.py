@@ -95,56 +95,43 @@ def _take(rows: np.ndarray, rotation: Rotation | None, position: int, out: np.nd
 
 
 @_jit
+def _turn(source: Any, cos: Any, sin: Any, sign: Any, interleaved: Any, target: Any) -> None:
+    """Rotate one head of one token, ``[D]``, by its angles; back if `sign` is -1."""
+    half = len(cos)
+    for i in range(half):
+        a = 2 * i if interleaved else i
+        b = 2 * i + 1 if interleaved else i + half
+        u, v, turned = source[a], source[b], sin[i] * sign
+        target[a] = u * cos[i] - v * turned
+        target[b] = v * cos[i] + u * turned
+    for i in range(2 * half, len(source)):
+        target[i] = source[i]
+
+
+@_jit
 def _unrotate(x: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
     heads, tokens, dim = x.shape
-    half = cos.shape[1]
     for h in range(heads):
-        base = h * dim
         for t in range(tokens):
-            for i in range(half):
-                a = 2 * i if interleaved else i
-                b = 2 * i + 1 if interleaved else i + half
-                u, v = x[h, t, a], x[h, t, b]
-                out[t, base + a] = u * cos[t, i] + v * sin[t, i]
-                out[t, base + b] = v * cos[t, i] - u * sin[t, i]
-            for i in range(2 * half, dim):
-                out[t, base + i] = x[h, t, i]
+            _turn(x[h, t], cos[t], sin[t], np.float32(-1), interleaved, out[t, h * dim : (h + 1) * dim])
 
 
 @_jit
 def _rotate(rows: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
     heads, tokens, dim = out.shape
-    half = cos.shape[1]
     for h in range(heads):
-        base = h * dim
         for t in range(tokens):
-            for i in range(half):
-                a = 2 * i if interleaved else i
-                b = 2 * i + 1 if interleaved else i + half
-                u, v = rows[t, base + a], rows[t, base + b]
-                out[h, t, a] = u * cos[t, i] - v * sin[t, i]
-                out[h, t, b] = v * cos[t, i] + u * sin[t, i]
-            for i in range(2 * half, dim):
-                out[h, t, i] = rows[t, base + i]
+            _turn(rows[t, h * dim : (h + 1) * dim], cos[t], sin[t], np.float32(1), interleaved, out[h, t])
 
 
 @_jit
 def _rotate_bf16(rows: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
     heads, tokens, dim = out.shape
-    half = cos.shape[1]
     line = np.empty(dim, np.float32)
     words = line.view(np.uint32)
     for h in range(heads):
-        base = h * dim
         for t in range(tokens):
-            for i in range(half):
-                a = 2 * i if interleaved else i
-                b = 2 * i + 1 if interleaved else i + half
-                u, v = rows[t, base + a], rows[t, base + b]
-                line[a] = u * cos[t, i] - v * sin[t, i]
-                line[b] = v * cos[t, i] + u * sin[t, i]
-            for i in range(2 * half, dim):
-                line[i] = rows[t, base + i]
+            _turn(rows[t, h * dim : (h + 1) * dim], cos[t], sin[t], np.float32(1), interleaved, line)
             for i in range(dim):
                 word = words[i]
                 # Rounding up the largest finite numbers would make infinities.
