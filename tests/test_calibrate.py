@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_network, save_model
 
+import pltpack
+from benchmarks.capture import unpack
 from pltpack.archive import profiles
+from pltpack.archive.settings import Target
 from pltpack.codec import importance
 from pltpack.codec.coefficients import Tables
 from pltpack.codec.dual import dual
@@ -20,7 +23,11 @@ from pltpack.codec.profile import NAMES, Profile
 from pltpack.errors import ConflictError, FormatError, IdentityError, NotFoundError, UnsupportedError
 from pltpack.quality import bases, calibrate, entropy_fit, importance_fit, kl_fit, sensitivity
 from pltpack.quality.calibration_text import cut_windows
+from pltpack.quality.model import load_model
+from pltpack.quality.probes import at_ends, read_continuations
+from pltpack.quality.rebuilt import of_archives
 from pltpack.quality.rows import Blocks, from_bits, joined, log_norms, parted, to_bits
+from pltpack.quality.scoring import score
 from pltpack.quality.windows import Windows
 from pltpack.snapshot import LayerGeometry
 
@@ -393,3 +400,22 @@ def test_the_real_model(model_dir: Path, tmp_path: Path) -> None:
     assert 0 < measured[0] < 0.2
     assert 2 in about(arrays)["turn_ends"]
     assert report["importance"]["r2"] > 0.3
+    a_third_of_the_bits_at_less_kl(model_dir, tmp_path)
+
+
+def a_third_of_the_bits_at_less_kl(model_dir: Path, folder: Path) -> None:
+    """Even a small profile beats per-vector quantization, by the real model that goes on from the rebuilt caches."""
+    unpack(Path(__file__).parents[1] / "fixtures" / "sessions.tar.zst", folder)
+    originals = [dump for dump in pltpack.open_dumps([folder / "dumps"]) if dump.session in ("frost", "battery-code")]
+    assert len(originals) == 2
+    archives = [folder / "calibrated", folder / "per-vector"]
+    bits = [
+        pltpack.compress(originals, path, dedup=False, **how)["shard_bytes"]
+        for path, how in zip(archives, ({"profile": folder / "p", "target": Target(bits=1.0)},
+                                        {"quality": "turboquant-3"}), strict=True)
+    ]  # fmt: skip
+    assert bits[0] < bits[1] / 3
+    ends = at_ends(originals, read_continuations(folder / "continuations.safetensors"))
+    with of_archives(archives) as candidates:
+        kl = [scores.total()["kl"] for scores in score(load_model(model_dir).network, originals, ends, candidates)]
+    assert 0 < kl[0] < kl[1]
