@@ -223,18 +223,19 @@ class GenerationWriter:
 
     def _find_profile(self, tier: Codec) -> tuple[State, bool]:
         """A profile for a new codec state, and whether the archive can do without another copy of it."""
-        held = {
-            library.profile_digest(state): library
+        held = [
+            (library, state)
             for library in self._libraries
             for state in range(len(library.states))
             if library.profile_digest(state) is not None
-        }
-        if self._settings.profile is not None:
-            return self._settings.profile, self._settings.external or digest(self._settings.profile) in held
-        for library in reversed(self._libraries):
-            for state in range(len(library.states)):
-                if library.profile_digest(state) is not None:
-                    return library.state(state), True
+        ]
+        given = self._settings.profile
+        if given is not None:
+            wanted = digest(given)
+            return given, self._settings.external or any(lib.profile_digest(state) == wanted for lib, state in held)
+        if held:
+            library, state = held[-1]
+            return library.state(state), True
         raise UnsupportedError(f"tier {self._settings.quality!r} needs a profile (make one with pltpack calibrate)")
 
     def _advance(self, raw_bytes: int) -> None:
@@ -250,7 +251,8 @@ class GenerationWriter:
         identity: Identity,
         pool: ThreadPoolExecutor,
     ) -> tuple[FileEntry, _CodecPlace]:
-        # The segment carries its own copy of the state, so that it can be decoded, exported and compacted alone.
+        # The segment carries its own copy of the state, so that it can be decoded, exported and compacted alone; of a
+        # profile, which is large, its digest if another segment has the arrays.
         entry: dict[str, object] = {"codec": tier.codec_id, "config": tier.get_config()}
         if place is None and tier.calibrated:
             arrays, embedded = self._find_profile(tier)
@@ -272,7 +274,6 @@ class GenerationWriter:
             profile = place.library.profile_digest(place.state)
             packed = place.library.container.array(f"codec.state.{place.state}", "U8")
             if profile is not None:
-                # Once in the archive is enough for something as large.
                 entry["profile"], packed = profile, np.empty(0, np.uint8)
             codec = place.codec
         path = next_library(self._folder, self._libraries)
