@@ -18,7 +18,7 @@ import numpy as np
 
 from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
-#: Tokens at the start of a session that every lossy tier keeps bit-exact: attention sinks.
+#: Tokens at the start of a session that lossy codecs keep bit-exact as attention sinks: all, or those that need it.
 SINK_TOKENS = 4
 
 State = Mapping[str, np.ndarray]
