@@ -154,6 +154,24 @@ class Rotation:
         cos, sin = self.tables(position, keys.shape[1])
         return self._apply(keys, cos, -sin)
 
+    def shift(self, keys: np.ndarray, from_position: int, to_position: int) -> np.ndarray:
+        """Move rotated keys to other positions: rotate them back, then to where they go.
+
+        Parameters
+        ----------
+        keys : ndarray
+            Float32 ``[H, T, D]``, rotated to ``from_position, from_position + 1, …``.
+        from_position, to_position : int
+            Positions of the first token before and after.
+
+        Returns
+        -------
+        ndarray
+            Float32 ``[H, T, D]``, rotated to ``to_position, to_position + 1, …``. Both steps are done and rounded even
+            where the two positions are equal, so what a shift gives depends on no special case.
+        """
+        return self.rotate(self.unrotate(keys, from_position), to_position)
+
     def _apply(self, keys: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         out = np.array(keys, dtype=np.float32)
         half = self.dim // 2
