@@ -194,16 +194,25 @@ def rope_frequencies(rope: Any, head_dim: int) -> np.ndarray | None:
     kind, theta, dim = rope.get("type", "default"), rope.get("theta"), rope.get("dim", head_dim)
     if not _number(theta) or theta < 1 or type(dim) is not int or not 2 <= dim <= head_dim or dim % 2:
         return None
+    theta = float(theta)
+    if kind == "dynamic":
+        theta = _dynamic_theta(rope, theta, dim)
+        if theta is None:
+            return None
     base = np.array([
-        float(_EXACT.power(Decimal(float(theta)), _EXACT.divide(Decimal(-i), Decimal(dim)))) for i in range(0, dim, 2)
+        float(_EXACT.power(Decimal(theta), _EXACT.divide(Decimal(-i), Decimal(dim)))) for i in range(0, dim, 2)
     ])  # fmt: skip
-    if kind == "default":
+    if kind in ("default", "dynamic"):
         return base
+    if kind == "longrope":
+        return _longrope(rope, base)
     factor = rope.get("factor")
-    if kind not in ("linear", "llama3") or not _number(factor) or factor < 1:
+    if kind not in ("linear", "llama3", "yarn") or not _number(factor) or factor < 1:
         return None
     if kind == "linear":
         return base / float(factor)
+    if kind == "yarn":
+        return _yarn(rope, base, theta, float(factor))
     names = ("low_freq_factor", "high_freq_factor", "original_max_position")
     numbers = [float(number) for name in names if _number(number := rope.get(name))]
     if len(numbers) < len(names):
@@ -214,6 +223,60 @@ def rope_frequencies(rope: Any, head_dim: int) -> np.ndarray | None:
     wavelength = 6.283185307179586 / base
     smooth = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
     return ((1 - smooth) * base) / float(factor) + smooth * base
+
+
+def _lengths(rope: dict[str, Any]) -> tuple[float, float] | None:
+    """The sequence's length, and the original one of the model."""
+    original = rope.get("original_max_position")
+    length = rope.get("length", original)
+    if not _number(original) or not _number(length) or original <= 0 or length <= 0:
+        return None
+    return float(length), float(original)
+
+
+def _dynamic_theta(rope: dict[str, Any], theta: float, dim: int) -> float | None:
+    factor, lengths = rope.get("factor"), _lengths(rope)
+    if not _number(factor) or factor < 1 or lengths is None or dim < 4:
+        return None
+    if lengths[0] <= lengths[1]:
+        return theta
+    with localcontext(_EXACT):
+        scale = Decimal(float(factor))
+        growth = scale * Decimal(lengths[0]) / Decimal(lengths[1]) - (scale - 1)
+        grown = Decimal(theta) * growth ** (Decimal(dim) / Decimal(dim - 2))
+        return float(grown) if grown < 1e300 else None
+
+
+def _longrope(rope: dict[str, Any], base: np.ndarray) -> np.ndarray | None:
+    lengths = _lengths(rope)
+    for factors in (rope.get("short_factor"), rope.get("long_factor")):
+        if not isinstance(factors, list) or len(factors) != len(base):
+            return None
+        if not all(_number(factor) and factor >= 0.5 for factor in factors):
+            return None
+    if lengths is None:
+        return None
+    return base / np.array(rope["long_factor" if lengths[0] > lengths[1] else "short_factor"], np.float64)
+
+
+def _yarn(rope: dict[str, Any], base: np.ndarray, theta: float, factor: float) -> np.ndarray | None:
+    given = (rope.get("beta_fast", 32), rope.get("beta_slow", 1), rope.get("original_max_position"))
+    numbers = [float(number) for number in given if _number(number) and number > 0]
+    truncate = rope.get("truncate", True)
+    if len(numbers) < 3 or theta == 1 or not isinstance(truncate, bool):
+        return None
+    bounds = []
+    for turns in numbers[:2]:
+        with localcontext(_EXACT):
+            ratio = Decimal(numbers[2]) / (Decimal(turns) * 2 * _PI)
+            bounds.append(float(2 * len(base) * ratio.ln() / (2 * Decimal(theta).ln())))
+    low, high = bounds
+    if truncate:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, 2.0 * len(base) - 1)
+    with np.errstate(over="ignore"):
+        ramp = np.clip((np.arange(len(base)) - low) / (0.001 if low == high else high - low), 0.0, 1.0)
+    return base / factor * ramp + base * (1 - ramp)
 
 
 def _exact_sine(angle: float, quarter_turns: int) -> np.float32:

@@ -19,6 +19,8 @@ import numpy as np
 
 #: More digits than any rounding here needs.
 _EXACT = decimal.Context(prec=60)
+#: Larger numbers are of no known embedding.
+_LARGEST = 1e300
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803483")
 
 
@@ -28,9 +30,20 @@ def frequencies(rope: Mapping[str, Any] | None, head_dim: int) -> np.ndarray | N
     Parameters
     ----------
     rope : mapping or None
-        ``type`` ``default``, ``linear`` (``factor``) or ``llama3`` (``factor``, ``low_freq_factor``,
-        ``high_freq_factor``, ``original_max_position``); ``theta``; optional ``dim`` below the head dimension for
-        partial rotary; ``style`` ``half`` or ``interleaved``.
+        ``theta``; optional ``dim`` below the head dimension for partial rotary; ``style`` ``half`` or ``interleaved``;
+        ``type`` and what it needs besides:
+
+        - ``default``;
+        - ``linear``: ``factor`` (position interpolation, arXiv 2306.15595);
+        - ``llama3``: ``factor``, ``low_freq_factor``, ``high_freq_factor``, ``original_max_position``;
+        - ``dynamic``: ``factor``, ``original_max_position``, optional ``length``;
+        - ``yarn`` (arXiv 2309.00071): ``factor``, ``original_max_position``, optional ``beta_fast``, ``beta_slow``,
+          ``truncate``. The attention factor is no part of the rotation: it stays in the keys;
+        - ``longrope`` (arXiv 2402.13753): ``short_factor``, ``long_factor``, ``original_max_position``, optional
+          ``length``.
+
+        ``length`` is the length of the sequence whose keys these are, in tokens; up to ``original_max_position`` if
+        absent.
     head_dim : int
         Key dimension.
 
@@ -44,31 +57,117 @@ def frequencies(rope: Mapping[str, Any] | None, head_dim: int) -> np.ndarray | N
     kind, theta, dim = rope.get("type", "default"), rope.get("theta"), rope.get("dim", head_dim)
     if type(dim) is not int or not 0 < dim <= head_dim or dim % 2 or not _number(theta) or float(theta) < 1:
         return None
-    base = np.array([_power(float(theta), -i, dim) for i in range(0, dim, 2)])
-    if kind == "default":
-        return base
-    factor = rope.get("factor")
-    if not _number(factor) or float(factor) < 1:
+    scale = _KINDS.get(kind) if isinstance(kind, str) else None
+    if kind == "dynamic":
+        theta = _stretched(rope, float(theta), dim)
+    if scale is None or theta is None:
         return None
-    if kind == "linear":
-        return base / float(factor)
-    if kind == "llama3":
-        names = ("low_freq_factor", "high_freq_factor", "original_max_position")
-        numbers = [float(number) for name in names if _number(number := rope.get(name))]
-        if len(numbers) < len(names):
+    return scale(rope, np.array([_power(float(theta), -i, dim) for i in range(0, dim, 2)]), float(theta))
+
+
+def _default(rope: Mapping[str, Any], base: np.ndarray, theta: float) -> np.ndarray:
+    return base
+
+
+def _linear(rope: Mapping[str, Any], base: np.ndarray, theta: float) -> np.ndarray | None:
+    factor = _factor(rope)
+    return None if factor is None else np.asarray(base / factor)
+
+
+def _llama3(rope: Mapping[str, Any], base: np.ndarray, theta: float) -> np.ndarray | None:
+    factor = _factor(rope)
+    numbers = _numbers(rope, "low_freq_factor", "high_freq_factor", "original_max_position")
+    if factor is None or numbers is None:
+        return None
+    low, high, context = numbers
+    if low == high or context <= 0:
+        return None
+    wavelength = 2 * math.pi / base
+    smooth = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
+    return np.asarray((1 - smooth) * base / factor + smooth * base)
+
+
+def _yarn(rope: Mapping[str, Any], base: np.ndarray, theta: float) -> np.ndarray | None:
+    factor, truncate = _factor(rope), rope.get("truncate", True)
+    rope = {"beta_fast": 32, "beta_slow": 1, **rope}
+    numbers = _numbers(rope, "beta_fast", "beta_slow", "original_max_position")
+    if factor is None or numbers is None or min(numbers) <= 0 or theta == 1 or not isinstance(truncate, bool):
+        return None
+    fast, slow, context = numbers
+    low, high = (_turning(turns, context, theta, 2 * len(base)) for turns in (fast, slow))
+    if truncate:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, 2.0 * len(base) - 1)
+    with np.errstate(over="ignore"):
+        ramp = np.clip((np.arange(len(base)) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+    return np.asarray(base / factor * ramp + base * (1 - ramp))
+
+
+def _longrope(rope: Mapping[str, Any], base: np.ndarray, theta: float) -> np.ndarray | None:
+    length, lists = _length(rope), [rope.get(name) for name in ("short_factor", "long_factor")]
+    for factors in lists:
+        if not isinstance(factors, list) or len(factors) != len(base):
             return None
-        low, high, context = numbers
-        if low == high or context <= 0:
+        if not all(_number(factor) and factor >= 0.5 for factor in factors):
             return None
-        wavelength = 2 * math.pi / base
-        smooth = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
-        return np.asarray((1 - smooth) * base / float(factor) + smooth * base)
-    return None
+    if length is None:
+        return None
+    return base / np.array(lists[length[0] > length[1]], dtype=np.float64)
+
+
+_KINDS: dict[str, Callable[[Mapping[str, Any], np.ndarray, float], np.ndarray | None]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "dynamic": _default,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _stretched(rope: Mapping[str, Any], theta: float, dim: int) -> float | None:
+    """Theta of dynamic NTK scaling, which grows with the sequence beyond the original length."""
+    factor, length = _factor(rope), _length(rope)
+    if factor is None or length is None or dim < 4:
+        return None
+    tokens, context = length
+    if tokens <= context:
+        return theta
+    with decimal.localcontext(_EXACT):
+        growth = Decimal(factor) * Decimal(tokens) / Decimal(context) - (Decimal(factor) - 1)
+        stretched = Decimal(theta) * growth ** (Decimal(dim) / Decimal(dim - 2))
+        return float(stretched) if stretched < _LARGEST else None
+
+
+def _turning(turns: float, context: float, theta: float, dim: int) -> float:
+    """The dimension whose pair turns this often within the original length; correctly rounded."""
+    with decimal.localcontext(_EXACT):
+        ratio = Decimal(context) / (Decimal(turns) * 2 * _PI)
+        return float(dim * ratio.ln() / (2 * Decimal(theta).ln()))
+
+
+def _factor(rope: Mapping[str, Any]) -> float | None:
+    factor = rope.get("factor")
+    return float(factor) if _number(factor) and float(factor) >= 1 else None
+
+
+def _length(rope: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Length of the sequence and of those the model was made for, in tokens."""
+    context = rope.get("original_max_position")
+    length = rope.get("length", context)
+    if not _number(context) or not _number(length) or context <= 0 or length <= 0:
+        return None
+    return float(length), float(context)
+
+
+def _numbers(rope: Mapping[str, Any], *names: str) -> list[float] | None:
+    numbers = [float(number) for name in names if _number(number := rope.get(name))]
+    return numbers if len(numbers) == len(names) else None
 
 
 def _number(value: Any) -> TypeGuard[float]:
     # An integer beyond binary64 would raise wherever it meets a float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _power(theta: float, numerator: int, denominator: int) -> float:

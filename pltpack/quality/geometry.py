@@ -32,6 +32,13 @@ _PARAMETERS: dict[str, dict[str, str]] = {
         "high_freq_factor": "high_freq_factor",
         "original_max_position": "original_max_position_embeddings",
     },
+    "longrope": {
+        "factor": "factor",
+        "original_max_position": "original_max_position_embeddings",
+        "short_factor": "short_factor",
+        "long_factor": "long_factor",
+        "attention_factor": "attention_factor",
+    },
     "yarn": {
         "factor": "factor",
         "original_max_position": "original_max_position_embeddings",
@@ -73,9 +80,6 @@ def layer_geometry(network: Any, dtype: str) -> tuple[LayerGeometry, ...]:
 
 def model_rope(network: Any) -> dict[str, Any] | None:
     """The rotary embedding of a model as identities have it (spec/codecs.md, section "RoPE"); None if it states none.
-
-    Beside the types that codecs take off keys (default, linear, llama3) it gives ``dynamic`` and ``yarn``, whose keys
-    codecs leave as they are.
 
     Parameters
     ----------
@@ -132,27 +136,12 @@ def _described(found: Mapping[str, Any], head_dim: int, config: Any) -> dict[str
 
 
 def _error(rope: Mapping[str, Any], before: np.ndarray, after: np.ndarray) -> float:
-    """How far keys ``[H, D]`` at `_POSITION` are from those at 0 after the claimed rotation, as a share of their norm.
-
-    Where the rotation is of a type that codecs do not know, only what any rotation keeps is compared: the length of
-    each pair, and the components beyond `dim`.
-    """
-    dim = rope["dim"]
+    """How far keys ``[H, D]`` at `_POSITION` are from those at 0, rotated as claimed, as a share of their norm."""
     rotation = Rotation.of(rope, "rotated", before.shape[-1])
-    if rotation is not None:
-        turned = rotation.rotate(before[:, None].astype(np.float32), _POSITION)[:, 0]
-        difference = turned - after
-    else:
-        difference = np.concatenate(
-            [_pair_norms(before, rope) - _pair_norms(after, rope), before[:, dim:] - after[:, dim:]], axis=1
-        )
+    if rotation is None:
+        return float("inf")
+    difference = rotation.rotate(before[:, None].astype(np.float32), _POSITION)[:, 0] - after
     return float(np.linalg.norm(difference)) / max(float(np.linalg.norm(before)), 1e-30)
-
-
-def _pair_norms(keys: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
-    rotated = keys[:, : rope["dim"]]
-    order = (len(rotated), -1, 2) if rope["style"] == "interleaved" else (len(rotated), 2, -1)
-    return np.linalg.norm(rotated.reshape(order), axis=2 if rope["style"] == "interleaved" else 1)
 
 
 def _lone_token(network: Any, position: int) -> list[tuple[np.ndarray, np.ndarray]]:
