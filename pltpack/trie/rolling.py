@@ -174,11 +174,10 @@ def _forth(tokens: Any, free: Any, t: Any, s: Any, end: Any, source_end: Any, ru
 
 
 @numba.njit(nogil=True, cache=True)
-def _best(tokens: Any, free: Any, t: Any, key: Any, group: Any, lowest: Any, start: Any, end: Any, starts: Any,
-          groups: Any, anchors: Any, rules: Any) -> Any:  # fmt: skip
+def _best(tokens: Any, free: Any, t: Any, slot: Any, tag: Any, group: Any, lowest: Any, start: Any, end: Any,
+          starts: Any, groups: Any, anchors: Any, rules: Any) -> Any:  # fmt: skip
     """(start, length, source start) of the longest match through the anchor at `t`, of equal ones the first."""
-    tag, mask = _tag(key), anchors.place.size - 1
-    slot = np.int64(key & np.uint64(mask))
+    mask = anchors.place.size - 1
     best, best_start, best_source = 0, 0, 0
     while anchors.tag[slot] != 0:
         if anchors.tag[slot] == tag:
@@ -226,6 +225,8 @@ def scan(text: Any, wanted: Any, tokens: Any, free: Any, starts: Any, ends: Any,
     t, kept, found = start, start, 0
     fresh = True
     value = np.uint64(0)
+    first, source = t, t
+    tags, mask = anchors.tag, anchors.tag.size - 1
     while wanted and t + size <= end:
         while kept + size + rules.delay <= t:
             _add(tokens, kept, group, starts, groups, anchors, rules)
@@ -234,7 +235,14 @@ def scan(text: Any, wanted: Any, tokens: Any, free: Any, starts: Any, ends: Any,
             value = _hash(tokens, t, size)
             fresh = False
         key = _key(value, group, rules.hash_mask)
-        first, length, source = _best(tokens, free, t, key, group, kept, start, end, starts, groups, anchors, rules)
+        tag, slot = _tag(key), np.int64(key & np.uint64(mask))
+        while tags[slot] != 0 and tags[slot] != tag:
+            slot = (slot + 1) & mask
+        length = 0
+        # At most positions there is nothing, and a call costs more than the search.
+        if tags[slot] != 0:
+            first, length, source = _best(tokens, free, t, slot, tag, group, kept, start, end, starts, groups, anchors,
+                                          rules)  # fmt: skip
         if length >= rules.shortest:
             while kept + size <= first:
                 _add(tokens, kept, group, starts, groups, anchors, rules)
