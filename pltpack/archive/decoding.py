@@ -1,20 +1,24 @@
-"""Decode token ranges of one layer from mapped library units and a shard's own."""
+"""Decode token ranges of layers from mapped library units and a shard's own."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from pltpack.archive.batch import Batch
-from pltpack.archive.library import Library
+from pltpack.archive.mapped import mapped_units, reference_values
 from pltpack.archive.segments import Segment, fresh
 from pltpack.archive.shard import Shard
 from pltpack.codec.base import KeyValue
 from pltpack.errors import FormatError
 from pltpack.format.tables import FLAG_REFERENCE
 from pltpack.snapshot import DTYPES, LayerGeometry
+
+#: Raw bytes of the reference that is made at once, unless one unit is larger.
+REFERENCE_BYTES = 1 << 26
 
 
 def one_buffer(layers: Sequence[LayerGeometry], tokens: int) -> list[KeyValue]:
@@ -55,25 +59,30 @@ def decode_layers(
         for layer, arrays in zip(layers, [None] * len(layers) if out is None else out, strict=True)
     ]
     batch, spans = Batch(), Spans()
-    corrections = []
     for target in targets:
-        for segment, record, first, last in mapped_units(shard.runs, shard.libraries, target.layer, start, stop):
+        for segment, record, first, last in mapped_units(shard.exact_runs, shard.libraries, target.layer, start, stop):
             spans.put(target, batch, segment, record, first, last)
-        for record in own_units(shard, target.layer, start, stop):
-            if record["flags"] & FLAG_REFERENCE:
-                corrections.append((target, record))
-                continue
-            first = int(record["token_start"])
-            spans.put(target, batch, shard, record, max(first, start), min(first + int(record["token_count"]), stop))
+    # Own units come after: they may replace mapped values.
     batch.run()
     spans.run()
-    for target, record in corrections:
-        first = int(record["token_start"])
-        last = first + int(record["token_count"])
-        inside = start <= first and last <= stop
-        reference = target.copy(first, last) if inside else _mapped(shard, target.layer, first, last)
-        target.put(batch, shard, record, max(first, start), min(last, stop), reference)
+    corrections, predicted = [], Predicted(shard)
+    for target in targets:
+        for record in own_units(shard, target.layer, start, stop):
+            first = int(record["token_start"])
+            last = first + int(record["token_count"])
+            part = max(first, start), min(last, stop)
+            if not record["flags"] & FLAG_REFERENCE:
+                spans.put(target, batch, shard, record, *part)
+            elif start <= first and last <= stop and not predicted.needs(record):
+                corrections.append((target, record, part))
+            else:
+                predicted.put(target, record, *part)
     batch.run()
+    spans.run()
+    for target, record, part in corrections:
+        target.put(batch, shard, record, *part, target.copy(*part))
+    batch.run()
+    predicted.run()
     return [target.finish() for target in targets]
 
 
@@ -127,20 +136,24 @@ class Spans:
     """Units that hold several layers: each is decoded once for all targets that want a layer of it."""
 
     def __init__(self) -> None:
-        self._units: dict[tuple[int, int], tuple[Segment, np.void, int, int, list[_Target]]] = {}
+        self._units: dict[tuple[int, ...], _SpanUnit] = {}
 
-    def put(self, target: _Target, batch: Batch, segment: Segment, record: np.void, first: int, last: int) -> None:
+    def put(self, target: _Target, batch: Batch, segment: Segment, record: np.void, first: int, last: int,
+            reference: Sequence[KeyValue] | None = None) -> None:  # fmt: skip
         """Have a unit's tokens ``[first, last)`` decoded: by the batch if it holds one layer, else by `run`."""
         if record["layer_count"] == 1 and not segment.codec_of(record).spans:
-            target.put(batch, segment, record, first, last)
+            target.put(batch, segment, record, first, last, reference[0] if reference else None)
             return
-        key = (id(segment), int(record["offset"]))
-        self._units.setdefault(key, (segment, record, first, last, []))[-1].append(target)
+        # Several rows may map to one unit; units without bytes have one offset.
+        key = (id(segment), int(record["offset"]), int(record["layer"]), int(record["token_start"]), first)
+        if key not in self._units:
+            self._units[key] = _SpanUnit(segment, record, first, last, [], reference)
+        self._units[key].targets.append(target)
 
     def run(self) -> None:
         """Decode what was put."""
         units, self._units = self._units, {}
-        for segment, record, first, last, targets in units.values():
+        for segment, record, first, last, targets, reference in units.values():
             whole = last - first == record["token_count"]
             rooms = {target.layer: target.room(first, last) for target in targets}
             unit, at = segment.unit(record), segment.position_of(record)
@@ -148,21 +161,77 @@ class Spans:
                 rooms[layer] if whole and layer in rooms else fresh(geometry, unit.tokens)
                 for layer, geometry in enumerate(unit.layers, unit.layer)
             ]
-            segment.decode_span(record, out)
+            segment.decode_span(record, out, reference)
             if not whole:
                 part = slice(first - at, last - at)
                 for layer, (keys, values) in rooms.items():
                     keys[:], values[:] = (array[:, part] for array in out[layer - unit.layer])
 
 
-def _mapped(shard: Shard, layer: int, start: int, stop: int) -> KeyValue:
-    """The values that the mapping table gives for a token range of one layer, as a codec's reference."""
-    target, batch, spans = _Target(shard, layer, start, stop), Batch(), Spans()
-    for segment, record, first, last in mapped_units(shard.runs, shard.libraries, layer, start, stop):
-        spans.put(target, batch, segment, record, first, last)
-    batch.run()
-    spans.run()
-    return target.finish()
+class _SpanUnit(NamedTuple):
+    segment: Segment
+    record: np.void
+    first: int
+    last: int
+    targets: list[_Target]
+    reference: Sequence[KeyValue] | None
+
+
+class Predicted:
+    """Units of a shard whose references must be made apart, for all of the unit's tokens and layers."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._units: dict[tuple[int, int], tuple[np.void, int, int, list[_Target]]] = {}
+
+    def needs(self, record: np.void) -> bool:
+        """Whether a unit with a reference cannot take it from what exact rows have given."""
+        first = int(record["token_start"])
+        if record["layer_count"] > 1 or self._shard.codec_of(record).spans:
+            return True
+        return self._shard.predicts(first, first + int(record["token_count"]))
+
+    def put(self, target: _Target, record: np.void, first: int, last: int) -> None:
+        """Have a unit's tokens ``[first, last)`` decoded by `run`."""
+        key = (int(record["layer"]), int(record["token_start"]))
+        self._units.setdefault(key, (record, first, last, []))[-1].append(target)
+
+    def run(self) -> None:
+        """Decode what was put: a reference is made for several units that follow each other."""
+        units, self._units = [self._units[key] for key in sorted(self._units)], {}
+        while units:
+            count = self._together([record for record, *_ in units])
+            self._decode(units[:count])
+            units = units[count:]
+
+    def _together(self, records: Sequence[np.void]) -> int:
+        """How many units, from the first on, are to share one reference."""
+        layer, layers = int(records[0]["layer"]), int(records[0]["layer_count"])
+        shapes = self._shard.identity.layers[layer : layer + layers]
+        most = REFERENCE_BYTES // sum(shape.bytes_per_token for shape in shapes)
+        start = end = int(records[0]["token_start"])
+        for count, record in enumerate(records):
+            stop = end + int(record["token_count"])
+            if count and (record["layer"] != layer or record["token_start"] != end or stop - start > most):
+                return count
+            end = stop
+        return len(records)
+
+    def _decode(self, units: Sequence[tuple[np.void, int, int, list[_Target]]]) -> None:
+        shard, head, tail = self._shard, units[0][0], units[-1][0]
+        start, layer = int(head["token_start"]), int(head["layer"])
+        stop = int(tail["token_start"]) + int(tail["token_count"])
+        layers = range(layer, layer + int(head["layer_count"]))
+        values = reference_values(shard.runs, shard.libraries, layers, start, stop)
+        batch, spans = Batch(), Spans()
+        for record, first, last, targets in units:
+            at = int(record["token_start"]) - start
+            part = slice(at, at + int(record["token_count"]))
+            reference = [(k[:, part], v[:, part]) for k, v in values]
+            for target in targets:
+                spans.put(target, batch, shard, record, first, last, reference)
+        batch.run()
+        spans.run()
 
 
 def own_units(shard: Shard, layer: int, start: int, stop: int) -> np.ndarray:
@@ -173,30 +242,6 @@ def own_units(shard: Shard, layer: int, start: int, stop: int) -> np.ndarray:
         return units
     starts = units["token_start"].astype(np.int64)
     return units[(starts < stop) & (starts + units["token_count"] > start)]
-
-
-def mapped_units(
-    runs: np.ndarray, libraries: Sequence[Library], layer: int, start: int, stop: int
-) -> Iterator[tuple[Library, np.void, int, int]]:
-    """Library units that a token range of one layer maps to, with the session tokens ``[first, last)`` each gives.
-
-    Parameters
-    ----------
-    runs : ndarray
-        `pltpack.format.tables.RUN` records; their library field indexes `libraries`.
-    """
-    for run in runs:
-        run_start = int(run["session_start"])
-        low, high = max(run_start, start), min(run_start + int(run["length"]), stop)
-        if low >= high:
-            continue
-        library = libraries[run["library"]]
-        units = library.units_of(int(run["node"]))
-        starts = units["token_start"].astype(np.int64) + int(library.nodes[run["node"]]["position"])
-        held = (units["layer"] <= layer) & (layer < units["layer"].astype(np.int64) + units["layer_count"])
-        for record in units[held & (starts < high) & (starts + units["token_count"] > low)]:
-            at = library.position_of(record)
-            yield library, record, max(at, low), min(at + int(record["token_count"]), high)
 
 
 def span_pieces(shard: Shard, layers: range, start: int, stop: int) -> list[tuple[range, int, int]]:
@@ -217,7 +262,8 @@ def span_pieces(shard: Shard, layers: range, start: int, stop: int) -> list[tupl
     ends = [layer + 1 for layer in range(layers.stop)]
     for record, first in _touched(shard, layers, start, stop):
         layer, count = int(record["layer"]), int(record["layer_count"])
-        places.add(max(first, start))
+        if first is not None:
+            places.add(max(first, start))
         for held in range(max(layer, layers.start), min(layer + count, layers.stop)):
             ends[held] = max(ends[held], min(layer + count, layers.stop))
     groups, at = [], layers.start
@@ -231,14 +277,18 @@ def span_pieces(shard: Shard, layers: range, start: int, stop: int) -> list[tupl
     return [(group, first, last) for group in groups for first, last in itertools.pairwise(cuts)]
 
 
-def _touched(shard: Shard, layers: range, start: int, stop: int) -> Iterator[tuple[np.void, int]]:
-    """Records of the units that hold a part, each at least once, with the session token that they begin at."""
+def _touched(shard: Shard, layers: range, start: int, stop: int) -> Iterator[tuple[np.void, int | None]]:
+    """Records of the units that hold a part, each at least once, with the session token that they begin at.
+
+    None instead of the token for units that only references are made of: of these, each unit asks for its own part.
+    """
     layer = layers.start
     while layer < layers.stop:
         following = layers.stop
-        for _, record, first, _ in mapped_units(shard.runs, shard.libraries, layer, start, stop):
-            following = min(following, int(record["layer"]) + int(record["layer_count"]))
-            yield record, first
+        for runs, cut in ((shard.exact_runs, True), (shard.predicted_runs, False)):
+            for _, record, first, _ in mapped_units(runs, shard.libraries, layer, start, stop):
+                following = min(following, int(record["layer"]) + int(record["layer_count"]))
+                yield record, first if cut else None
         for record in own_units(shard, layer, start, stop):
             following = min(following, int(record["layer"]) + int(record["layer_count"]))
             yield record, int(record["token_start"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pltpack.archive.library import Library
 from pltpack.archive.segments import dumps_json
-from pltpack.format.container import FORMAT_VERSION, MINOR_GROUPS, ContainerInfo
+from pltpack.format.container import FORMAT_VERSION, ContainerInfo
 from pltpack.format.manifest import SHARDS, SessionEntry
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity
@@ -39,10 +39,10 @@ def session_entry(path: Path, info: ContainerInfo, session: str, tokens: int, sa
     )
 
 
-def container_metadata(kind: str, identity: Identity, groups: bool = False) -> dict[str, str]:
-    """Metadata that libraries and shards have in common; `groups`: whether it needs layer groups or profiles."""
+def container_metadata(kind: str, identity: Identity, minor: int = 0) -> dict[str, str]:
+    """Metadata that libraries and shards have in common; `minor`: the least minor version that knows what is in it."""
     return {
-        "format_version": f"{FORMAT_VERSION[0]}.{MINOR_GROUPS if groups else FORMAT_VERSION[1]}",
+        "format_version": f"{FORMAT_VERSION[0]}.{minor:d}",
         "kind": kind,
         "identity": dumps_json(identity.to_json()),
         "identity_sha256": identity.digest(),

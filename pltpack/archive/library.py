@@ -17,7 +17,7 @@ from pltpack.codec.base import Codec, State
 from pltpack.errors import FormatError, PltpackError
 from pltpack.format import state as state_format
 from pltpack.format import tables
-from pltpack.format.container import Container
+from pltpack.format.container import MINOR_GROUPS, Container
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import Identity
 
@@ -65,9 +65,9 @@ class Library(Segment):
         self.states = tables.metadata_list(metadata, "states", path)
         states = {f"codec.state.{index}" for index in range(len(self.states))}
         self._check_names({"unit.index", "trie.nodes", "trie.tokens", *states}, {"libraries", "salts", "states"})
-        if not self.groups and any(isinstance(entry, dict) and "profile" in entry for entry in self.states):
+        if self.minor < MINOR_GROUPS and any(isinstance(entry, dict) and "profile" in entry for entry in self.states):
             raise FormatError("a codec state names a profile, which its format version does not know", path)
-        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states), self.groups)
+        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states), self.minor)
         layers = len(self.identity.layers)
         self.nodes = tables.read_nodes(self.container, self.units, layers, len(self.others), len(self.salts))
         self.tokens = self._token_ids("trie.tokens")

@@ -14,7 +14,7 @@ import xxhash
 
 from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
 from pltpack.errors import FormatError
-from pltpack.format.container import FORMAT_VERSION, MINOR_GROUPS, Container
+from pltpack.format.container import FORMAT_VERSION, Container
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry
 
@@ -33,22 +33,22 @@ class Segment(abc.ABC):
     container : Container
     units : ndarray
         Checked unit index.
-    groups : bool
-        Whether the container's version knows layer groups and profiles.
+    minor : int
+        The container's minor version.
     """
 
     container: Container
     entry: FileEntry
     units: np.ndarray
     identity: Identity
-    groups: bool
+    minor: int
 
     def _check_kind(self, kind: str) -> None:
         metadata, path = self.container.metadata, self.container.path
         version = re.fullmatch(rf"{FORMAT_VERSION[0]}\.([0-9]{{1,5}})", metadata.get("format_version", ""))
         if version is None:
             raise FormatError(f"format version {metadata.get('format_version')!r} is not supported", path)
-        self.groups = int(version[1]) >= MINOR_GROUPS
+        self.minor = int(version[1])
         if metadata.get("kind") != kind:
             raise FormatError(f"not a {kind} file", path)
         if metadata.get("identity_sha256") != self.identity.digest():
@@ -115,8 +115,13 @@ class Segment(abc.ABC):
         self.decode_job(record, job)
         return job.keys, job.values
 
-    def decode_span(self, record: np.void, out: Sequence[KeyValue] | None = None) -> list[KeyValue]:
-        """Read, check and decode one unit of any number of layers, without a reference; one pair of arrays a layer.
+    def decode_span(
+        self,
+        record: np.void,
+        out: Sequence[KeyValue] | None = None,
+        reference: Sequence[KeyValue] | None = None,
+    ) -> list[KeyValue]:
+        """Read, check and decode one unit of any number of layers; arguments as of `decode`, one pair a layer.
 
         Raises
         ------
@@ -125,11 +130,11 @@ class Segment(abc.ABC):
         """
         unit, codec = self.unit(record), self.codec_of(record)
         if not codec.spans:
-            return [self.decode(record, out=out[0] if out else None)]
+            return [self.decode(record, reference[0] if reference else None, out[0] if out else None)]
         arrays = list(out or (fresh(layer, unit.tokens) for layer in unit.layers))
         payload = memoryview(self.checked_payload(record))
         try:
-            codec.decode_span(payload, unit, arrays)
+            codec.decode_span(payload, unit, arrays, reference)
         except ValueError as error:
             raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
         return arrays

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from pltpack.archive.library import Library
+from pltpack.archive.mapped import movable
 from pltpack.archive.segments import Segment, strings
 from pltpack.codec.base import Codec
 from pltpack.errors import FormatError
 from pltpack.format import tables
-from pltpack.format.container import Container
+from pltpack.format.container import MINOR_PREDICTIONS, Container
 from pltpack.format.manifest import SessionEntry
 from pltpack.snapshot import Identity
 
@@ -35,6 +36,13 @@ class Shard(Segment):
     ------
     FormatError
         If the file breaks the specification or refers to a segment that the archive does not have.
+
+    Attributes
+    ----------
+    runs : ndarray
+        Checked mapping rows.
+    exact_runs, predicted_runs : ndarray
+        Those whose tokens have the node's values but for own units, and those that only predict what own units hold.
     """
 
     def __init__(self, folder: Path, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
@@ -62,7 +70,7 @@ class Shard(Segment):
         self.tokens = self._token_ids("tokens")
         if len(self.tokens) != self.entry.tokens:
             raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
-        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states), self.groups)
+        self.units = tables.read_units(self.container, self._token_bytes(), len(self.states), self.minor)
         if (self.units["node"] != tables.NO_NODE).any():
             raise FormatError("a unit of a shard names a library node", path)
         ends = self.units["token_start"].astype(np.int64) + self.units["token_count"]
@@ -76,24 +84,53 @@ class Shard(Segment):
             if not behind.all():
                 raise FormatError("units overlap or are out of order", path)
         self.layer_bounds = _layer_bounds(self.units, len(self.identity.layers))
-        self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries))
-        for run in self.runs:
-            self._check_run(run)
+        self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries), self.minor)
+        predicts = np.array([self._check_run(run) for run in self.runs], bool)
+        self.exact_runs: np.ndarray = self.runs[~predicts]
+        self.predicted_runs: np.ndarray = self.runs[predicts]
+        self._predicted_tokens = _Tokens(self.predicted_runs)
+        self._check_references()
 
-    def _check_run(self, run: np.void) -> None:
+    def _check_run(self, run: np.void) -> bool:
+        """Whether a row only predicts: own units must hold all of its tokens."""
         library, path = self.libraries[run["library"]], self.container.path
         if run["node"] >= len(library.nodes):
             raise FormatError(f"mapping table names node {run['node']}, which the library lacks", path)
         node = library.nodes[run["node"]]
-        start, length = int(run["node_start"]), int(run["length"])
-        if start + length > node["length"] or int(node["position"]) + start != run["session_start"]:
+        start, length, shift = int(run["node_start"]), int(run["length"]), int(run["position_shift"])
+        if start + length > node["length"] or int(node["position"]) + start + shift != run["session_start"]:
             raise FormatError("mapping table row does not fit its library node", path)
         if library.salts[node["tenant"]] != self.entry.salt:
             raise FormatError("mapping table points to another tenant's node", path)
         first = int(node["token_offset"]) + start
         mine = self.tokens[run["session_start"] : run["session_start"] + length]
-        if not np.array_equal(library.tokens[first : first + length], mine):
+        equal = np.array_equal(library.tokens[first : first + length], mine)
+        if not equal and self.minor < MINOR_PREDICTIONS:
             raise FormatError("mapping table points to a node of other tokens", path)
+        if shift and not movable(self.identity):
+            raise FormatError("mapping table moves keys whose rotary embedding is not known", path)
+        return shift != 0 or not equal
+
+    def _check_references(self) -> None:
+        """Every reference is in the mapping, and every predicted token in a unit of its own, in every layer."""
+        starts = self.units["token_start"].astype(np.int64)
+        counts = self.units["token_count"].astype(np.int64)
+        flagged = np.flatnonzero(self.units["flags"] & tables.FLAG_REFERENCE)
+        if len(flagged):
+            lacks = _Tokens(self.runs).within(starts[flagged], starts[flagged] + counts[flagged]) < counts[flagged]
+            if lacks.any():
+                raise FormatError(f"unit {flagged[np.argmax(lacks)]} has a reference outside the mapping table",
+                                  self.container.path)  # fmt: skip
+        if not len(self.predicted_runs):
+            return
+        held = np.append(0, np.cumsum(self._predicted_tokens.within(starts, starts + counts)))
+        for layer, (first, last) in enumerate(self.layer_bounds):
+            if held[last] - held[first] < self._predicted_tokens.total:
+                raise FormatError(f"predicted tokens are in no unit of layer {layer}", self.container.path)
+
+    def predicts(self, start: int, stop: int) -> bool:
+        """Whether any of the tokens ``[start, stop)`` are only predicted by the mapping."""
+        return len(self.predicted_runs) > 0 and bool(self._predicted_tokens.within(np.array([start]), np.array([stop])))
 
     def _read_states(self, pairs: list[object]) -> list[tuple[int, int]]:
         out = []
@@ -117,6 +154,27 @@ class Shard(Segment):
     def mapped_tokens(self) -> int:
         """Tokens that the mapping table covers."""
         return int(self.runs["length"].sum(dtype=np.int64))
+
+
+class _Tokens:
+    """The tokens of mapping rows, to be counted in ranges."""
+
+    def __init__(self, runs: np.ndarray) -> None:
+        self._starts = runs["session_start"].astype(np.int64)
+        self._lengths = runs["length"].astype(np.int64)
+        self._before = np.append(0, np.cumsum(self._lengths))
+        self.total = int(self._before[-1])
+
+    def within(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """How many of the tokens lie in each range."""
+        return self._up_to(stops) - self._up_to(starts)
+
+    def _up_to(self, ends: np.ndarray) -> np.ndarray:
+        if not len(self._starts):
+            return np.zeros_like(ends)
+        row = np.searchsorted(self._starts, ends, "right") - 1
+        inside = np.minimum(ends - self._starts[row], self._lengths[row])
+        return np.where(row < 0, 0, self._before[row] + inside)
 
 
 def _layer_bounds(units: np.ndarray, layers: int) -> list[tuple[int, int]]:

@@ -29,6 +29,8 @@ PAYLOAD = "unit.payload"
 FORMAT_VERSION = (1, 0)
 #: Minor version from which on containers may hold units of layer groups, and states that are profiles.
 MINOR_GROUPS = 1
+#: Minor version from which on shards may map tokens to other tokens or positions, as predictions of their own units.
+MINOR_PREDICTIONS = 2
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8"),

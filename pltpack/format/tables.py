@@ -12,7 +12,7 @@ import numpy as np
 
 from pltpack.errors import FormatError
 from pltpack.format import json_text
-from pltpack.format.container import Container
+from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, Container
 
 #: Most tokens in one session.
 MAX_TOKENS = 1 << 28
@@ -51,7 +51,9 @@ def as_bytes(records: np.ndarray) -> np.ndarray:
     return np.frombuffer(records.tobytes(), np.uint8).reshape(len(records), records.dtype.itemsize)
 
 
-def read_units(container: Container, token_bytes: Sequence[int], states: int, groups: bool = True) -> np.ndarray:
+def read_units(
+    container: Container, token_bytes: Sequence[int], states: int, minor: int = MINOR_PREDICTIONS
+) -> np.ndarray:
     """The unit index, checked: units cover the payload in order, without holes or overlaps.
 
     Parameters
@@ -61,8 +63,8 @@ def read_units(container: Container, token_bytes: Sequence[int], states: int, gr
         Per layer of the archive's identity, raw bytes of one token.
     states : int
         Number of codec states that the container refers to.
-    groups : bool
-        Whether the container's version knows units of several layers.
+    minor : int
+        The container's minor version.
 
     Returns
     -------
@@ -82,8 +84,9 @@ def read_units(container: Container, token_bytes: Sequence[int], states: int, gr
     bad |= units["token_start"].astype(np.uint64) + units["token_count"] > MAX_TOKENS
     last = units["layer"].astype(np.int64) + units["layer_count"]
     bad |= (units["layer_count"] == 0) | (last > layers)
-    # A reference is one layer's, and the first version had units of one layer only.
-    bad |= (units["layer_count"] != 1) & ((units["flags"] != 0) | (not groups))
+    # The first version had units of one layer only, and the second references of one layer only.
+    several = units["layer_count"] != 1
+    bad |= several & (((units["flags"] != 0) & (minor < MINOR_PREDICTIONS)) | (minor < MINOR_GROUPS))
     bad |= (units["state"] >= states) | ((units["flags"] & ~np.uint16(FLAG_REFERENCE)) != 0)
     bad |= ~(units["error"] >= 0)
     if not bad.any() and len(units):
@@ -100,8 +103,19 @@ def read_units(container: Container, token_bytes: Sequence[int], states: int, gr
     return units
 
 
-def read_runs(container: Container, tokens: int, libraries: int) -> np.ndarray:
+def read_runs(container: Container, tokens: int, libraries: int, minor: int = MINOR_PREDICTIONS) -> np.ndarray:
     """The mapping table, checked: runs are ordered, do not overlap, and stay inside the session.
+
+    Parameters
+    ----------
+    container : Container
+        A shard.
+    tokens : int
+        Number of tokens of the session.
+    libraries : int
+        Number of segments that the shard names.
+    minor : int
+        The container's minor version.
 
     Raises
     ------
@@ -113,7 +127,7 @@ def read_runs(container: Container, tokens: int, libraries: int) -> np.ndarray:
     ends = starts + runs["length"]
     bad = (runs["length"] == 0) | (ends > tokens) | (runs["library"] >= libraries)
     bad[1:] |= starts[1:] < ends[:-1]
-    bad |= runs["position_shift"] != 0
+    bad |= (runs["position_shift"] != 0) & (minor < MINOR_PREDICTIONS)
     if bad.any():
         raise FormatError(f"row {int(np.argmax(bad))} of the mapping table breaks the rules", container.path)
     return runs

@@ -1,0 +1,164 @@
+"""The values that mapping rows give for a session's tokens, with keys moved to the session's own positions.
+
+Encoder and decoder take references from here, so that both see the same bits (spec/format.md, "Mapping table").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from pltpack.archive.batch import Batch
+from pltpack.archive.library import Library
+from pltpack.archive.segments import fresh
+from pltpack.codec.base import KeyValue
+from pltpack.codec.rope import Rotation
+from pltpack.errors import FormatError
+from pltpack.snapshot import Identity
+
+#: Tokens whose keys are moved at once: tables of angles are kept for later ones, and must stay small.
+_MOVED_TOKENS = 256
+
+
+def movable(identity: Identity) -> bool:
+    """Whether keys can be moved to other positions: they carry no rotation, or one that is known in every layer."""
+    if identity.keys == "unrotated":
+        return True
+    return all(Rotation.of(identity.rope, identity.keys, layer.k_dim) is not None for layer in identity.layers)
+
+
+def overlapping(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Which mapping rows give some of the session's tokens ``[start, stop)``."""
+    starts = runs["session_start"].astype(np.int64)
+    return (starts < stop) & (starts + runs["length"] > start)
+
+
+def mapped_units(
+    runs: np.ndarray, libraries: Sequence[Library], layer: int, start: int, stop: int
+) -> Iterator[tuple[Library, np.void, int, int]]:
+    """Library units that a token range of one layer maps to, with the session tokens ``[first, last)`` each gives.
+
+    Parameters
+    ----------
+    runs : ndarray
+        `pltpack.format.tables.RUN` records; their library field indexes `libraries`.
+    """
+    for run in runs[overlapping(runs, start, stop)]:
+        for library, record, _, first, last in _units_of_run(run, libraries, range(layer, layer + 1), start, stop):
+            yield library, record, first, last
+
+
+def _units_of_run(
+    run: np.void, libraries: Sequence[Library], layers: range, start: int, stop: int
+) -> Iterator[tuple[Library, np.void, int, int, int]]:
+    """Library units behind a row, with the session token each begins at and those, ``[first, last)``, that it gives."""
+    run_start, shift = int(run["session_start"]), int(run["position_shift"])
+    low, high = max(run_start, start), min(run_start + int(run["length"]), stop)
+    library = libraries[run["library"]]
+    units = library.units_of(int(run["node"]))
+    starts = units["token_start"].astype(np.int64) + (int(library.nodes[run["node"]]["position"]) + shift)
+    held = (units["layer"] < layers.stop) & (units["layer"].astype(np.int64) + units["layer_count"] > layers.start)
+    for record in units[held & (starts < high) & (starts + units["token_count"] > low)]:
+        at = library.position_of(record) + shift
+        yield library, record, at, max(at, low), min(at + int(record["token_count"]), high)
+
+
+def reference_values(
+    runs: np.ndarray, libraries: Sequence[Library], layers: range, start: int, stop: int
+) -> list[KeyValue]:
+    """The values that the mapping gives for a token range of several layers, as a codec's reference.
+
+    Keys of rows with a position shift are turned to the session's positions, in binary32, and rounded to the dtype.
+
+    Parameters
+    ----------
+    runs : ndarray
+        `pltpack.format.tables.RUN` records in order; their library field indexes `libraries`.
+    libraries : sequence of Library
+    layers : range
+    start, stop : int
+        Session tokens, at least one.
+
+    Returns
+    -------
+    list of (ndarray, ndarray)
+        Per layer keys ``[H, stop - start, D_k]`` and values ``[H, stop - start, D_v]``.
+
+    Raises
+    ------
+    FormatError
+        If a unit is damaged, or the rows do not cover the range.
+    """
+    rows = runs[overlapping(runs, start, stop)]
+    at = start
+    for row in rows:
+        if row["session_start"] > at:
+            break
+        at = int(row["session_start"]) + int(row["length"])
+    if at < stop:
+        raise FormatError(f"the mapping table gives no reference for token {at}")
+    identity = libraries[rows[0]["library"]].identity
+    out = [fresh(identity.layers[layer], stop - start) for layer in layers]
+    batch = Batch()
+    for row in rows:
+        for library, record, begin, first, last in _units_of_run(row, libraries, layers, start, stop):
+            rooms = [(k[:, first - start : last - start], v[:, first - start : last - start]) for k, v in out]
+            _fill(batch, library, record, layers, slice(first - begin, last - begin), rooms)
+    batch.run()
+    for row in rows[rows["position_shift"] != 0]:
+        first = max(int(row["session_start"]), start)
+        last = min(int(row["session_start"]) + int(row["length"]), stop)
+        for keys, _ in out:
+            move_keys(keys[:, first - start : last - start], identity, first - int(row["position_shift"]), first)
+    return out
+
+
+def _fill(
+    batch: Batch, library: Library, record: np.void, layers: range, part: slice, rooms: Sequence[KeyValue]
+) -> None:
+    """Have tokens `part` of a unit decoded to their places, of the layers that are asked for."""
+    unit = library.unit(record)
+    whole = part == slice(0, unit.tokens)
+    first = unit.layer - layers.start
+    if not unit.layers:
+        if whole:
+            batch.add(library, record, rooms[first])
+            return
+        found = [library.decode(record)]
+    else:
+        inside = [rooms[i] if whole and 0 <= i < len(rooms) else None for i in range(first, first + len(unit.layers))]
+        targets = [room or fresh(layer, unit.tokens) for room, layer in zip(inside, unit.layers, strict=True)]
+        found = library.decode_span(record, targets)
+        if whole:
+            return
+    for index, (keys, values) in enumerate(found, first):
+        if 0 <= index < len(rooms):
+            rooms[index][0][:], rooms[index][1][:] = keys[:, part], values[:, part]
+
+
+def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int) -> None:
+    """Move keys ``[H, T, D]`` of the stored dtype from their positions to others, in place.
+
+    Components that are not finite become 0: what a machine gives for them would not be the same everywhere.
+
+    Parameters
+    ----------
+    keys : ndarray
+        Keys at positions ``position, position + 1, …``; may be strided along the token axis.
+    identity : Identity
+        One that is `movable`.
+    position, target : int
+        Positions of the first token before and after.
+    """
+    rotation = Rotation.of(identity.rope, identity.keys, keys.shape[2])
+    if rotation is None:
+        return
+    limit = float(ml_dtypes.finfo(keys.dtype).max)
+    for at in range(0, keys.shape[1], _MOVED_TOKENS):
+        part = keys[:, at : at + _MOVED_TOKENS]
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved = rotation.shift(part.astype(np.float32), position + at, target + at)
+            moved[~np.isfinite(moved)] = 0
+            part[:] = np.clip(moved, -limit, limit).astype(keys.dtype)
