@@ -242,7 +242,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         timed_steps = [(t, s) for t, s in zip(tokens, growth, strict=True) if "stored_median_ms" in s]
         for key, style in (("stored", "o-"), ("parting", "o:")):
             points = [(t, 1000 * s[f"{key}_median_ms"]) for t, s in timed_steps]
-            lookup.plot(*zip(*points, strict=True), style, ms=3, color=f"C{number}", label=f"{label}, {key}")
+            lookup.plot(*np.reshape(points, (-1, 2)).T, style, ms=3, color=f"C{number}", label=f"{label}, {key}")
     build.set(xlabel="tokens inserted, millions", ylabel="build time, seconds", xlim=0, ylim=0)
     lookup.set(
         xlabel="tokens inserted, millions", ylabel=f"median look-up of {PROMPT:,} tokens, µs", xscale="log", ylim=0

@@ -1,0 +1,223 @@
+"""Windows with other tokens and the same outlook: signatures against exact figures, choices against brute force."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pltpack.trie import ann
+from pltpack.trie.ann import Windows, find_similar, signatures
+from pltpack.trie.matching import Match
+
+WIDTH, MOST = 32, 6
+
+
+def distributions(rng, count, vocabulary=500, sharpness=3.0):
+    """Top-k predictions of `count` windows, likeliest first, 90 % of the mass or so."""
+    ids = rng.permuted(np.tile(np.arange(vocabulary), (count * WIDTH, 1)), axis=1)[:, :MOST]
+    weights = np.exp(sharpness * rng.standard_normal((count * WIDTH, MOST + 1)))
+    shares = -np.sort(-weights, axis=1) / weights.sum(axis=1, keepdims=True)
+    return (
+        ids.reshape(count, WIDTH, MOST).astype(np.int32),
+        shares[:, :MOST].reshape(count, WIDTH, MOST).astype(np.float32),
+    )
+
+
+def blurred(rng, probabilities, noise):
+    """The same outlook, somewhat otherwise; order is not restored, as nothing rests on it."""
+    changed = probabilities * np.exp(noise * rng.standard_normal(probabilities.shape))
+    return (changed / np.maximum(1, changed.sum(axis=-1, keepdims=True))).astype(np.float32)
+
+
+def spread(ids, probabilities, vocabulary=501):
+    """Dense distributions ``[n, W, vocabulary]``, the tail in the last place."""
+    out = np.zeros((*ids.shape[:2], vocabulary))
+    np.put_along_axis(out, ids.astype(np.int64), probabilities.astype(np.float64), axis=-1)
+    out[..., -1] = np.maximum(0, 1 - probabilities.astype(np.float64).sum(axis=-1))
+    return out
+
+
+def divergence(a, b):
+    """Jensen–Shannon in bits along the last axis."""
+    middle = (a + b) / 2
+
+    def part(p):
+        return np.where(p > 0, p * np.log2(np.where(p > 0, p, 1) / np.where(middle > 0, middle, 1)), 0).sum(-1)
+
+    return (part(a) + part(b)) / 2
+
+
+def plt(ids_a, p_a, ids_b, p_b):
+    """Mean divergence of windows."""
+    return divergence(spread(ids_a, p_a), spread(ids_b, p_b)).mean(axis=-1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=8))
+def test_hellinger_bounds_jensen_shannon(pairs):
+    a, b = np.array(pairs).T
+    if a.sum() < 1e-3 or b.sum() < 1e-3:
+        return
+    a, b = a / a.sum(), b / b.sum()
+    hellinger = 1 - np.sqrt(a * b).sum()
+    assert hellinger - 1e-9 <= divergence(a, b) <= hellinger / np.log(2) + 1e-9
+
+
+def test_signatures_estimate_overlap():
+    rng = np.random.default_rng(1)
+    ids, p = distributions(rng, 40)
+    other = blurred(rng, p, 0.7)
+    other[20:], ids_b = p[20:][::-1], ids.copy()
+    ids_b[20:] = ids[20:][::-1]
+    exact = np.sqrt(spread(ids, p) * spread(ids_b, other)).sum(-1).mean(-1)
+    assert exact[:20].min() > 0.7
+    assert exact[20:].max() < 0.5
+    for size in (64, 256, 4096):
+        a, b = signatures(ids, p, size), signatures(ids_b, other, size)
+        assert np.sqrt(np.square((a * b).sum(1) / ann.SCALE**2 - exact).mean()) < 1.5 * size**-0.5
+
+
+def test_signatures_are_whole_and_short_enough_for_exact_products():
+    ids, p = distributions(np.random.default_rng(2), 30)
+    found = signatures(ids, p)
+    assert found.dtype == np.float32
+    assert (found == np.rint(found)).all()
+    norms = (found.astype(np.float64) ** 2).sum(axis=1)
+    assert np.abs(norms / ann.SCALE**2 - 1).max() < 0.02
+    assert norms.max() < 2**24
+    exact = found.astype(np.int64) @ found.astype(np.int64).T
+    assert (found @ found.T == exact).all()
+    assert (found[:, ::-1] @ found[:, ::-1].T == exact).all()
+
+
+def test_empty_places_change_nothing():
+    ids, p = distributions(np.random.default_rng(3), 5)
+    more = np.full((5, WIDTH, 3), -1, np.int32)
+    padded = signatures(np.concatenate([ids, more], 2), np.concatenate([p, np.zeros(more.shape, np.float32)], 2))
+    assert (padded == signatures(ids, p)).all()
+
+
+def planted(seed=4, texts=6, each=5):
+    """Windows of several texts; about half are blurred copies of others."""
+    rng = np.random.default_rng(seed)
+    ids, p = distributions(rng, texts * each)
+    for i in range(1, len(ids)):
+        if rng.random() < 0.6:
+            j = rng.integers(0, i)
+            ids[i], p[i] = ids[j], blurred(rng, p[j], rng.choice([0.0, 0.3, 0.8, 1.6]))
+    text = np.repeat(np.arange(texts), each)
+    return Windows(text, np.tile(np.arange(each) * WIDTH, texts), ids, p)
+
+
+def by_definition(windows, groups, targets, tau):
+    """Nearest earlier window that is not predicted itself; all pairs."""
+    source = {}
+    for i in range(len(windows.text)):
+        if windows.text[i] not in targets:
+            continue
+        free = [j for j in range(i) if j not in source and groups[windows.text[j]] == groups[windows.text[i]]]
+        at, rest = [i] * len(free), free
+        far = plt(windows.ids[at], windows.probabilities[at], windows.ids[rest], windows.probabilities[rest])
+        near = [(d, j) for d, j in zip(far, free, strict=True) if d <= tau]
+        if near:
+            source[i] = min(near)[1]
+    return source
+
+
+def per_window(found):
+    return {
+        (m.session, m.start + k): (m.source, m.source_start + k)
+        for matches in found for m in matches for k in range(0, m.length, WIDTH)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("tau", [0.1, 0.2, 0.3])
+def test_choices_are_those_of_brute_force(seed, tau):
+    windows = planted(seed)
+    groups, targets = [0, 0, 1, 0, 1, 0], [0, 1, 3, 4, 5]
+    found = find_similar(windows, groups, targets, plt, tau=tau, neighbours=30)
+    expected = by_definition(windows, groups, targets, tau)
+    assert len(expected) > 2
+    place = list(zip(windows.text.tolist(), windows.start.tolist(), strict=True))
+    assert per_window(found) == {place[i]: place[j] for i, j in expected.items()}
+
+
+def test_neighbours_make_one_match():
+    rng = np.random.default_rng(5)
+    ids, p = distributions(rng, 4)
+    windows = Windows(
+        np.array([0] * 4 + [1] * 4), np.array([0, 32, 64, 96, 10, 42, 80, 112]), np.tile(ids, (2, 1, 1)),
+        np.concatenate([p, blurred(rng, p, 0.2)]),
+    )  # fmt: skip
+    assert find_similar(windows, [0, 0], [1], plt) == [[Match(1, 10, 64, 0, 0), Match(1, 80, 64, 0, 64)]]
+    assert find_similar(windows, [0, 1], [1], plt) == [[]]
+    assert find_similar(windows, [0, 0], [1], lambda a, p, b, q: plt(a, p, b, q) + 1) == [[]]
+
+
+def test_few_neighbours_find_what_is_close():
+    windows = planted(7, texts=20, each=10)
+    groups, targets = [0] * 20, range(20)
+    near, wide = (per_window(find_similar(windows, groups, targets, plt, neighbours=n)) for n in (4, 200))
+    assert len(near) >= 0.95 * len(wide) > 40
+
+
+def test_graph_search_finds_the_same_in_small_sets_every_time():
+    pytest.importorskip("faiss")
+    windows = planted(8, texts=30, each=10)
+    groups, targets = [i % 2 for i in range(30)], range(30)
+    exact, *graphs = (
+        find_similar(windows, groups, targets, plt, search=kind) for kind in ("exact", "hnsw", "hnsw", "auto")
+    )
+    assert sum(map(len, exact)) > 60
+    assert all(found == exact for found in graphs)
+
+
+def test_many_windows_without_faiss_are_searched_exhaustively(monkeypatch):
+    windows = planted(9)
+    expected = find_similar(windows, [0] * 6, range(6), plt, search="exact")
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    monkeypatch.setattr(ann, "FEW", 8)
+    assert find_similar(windows, [0] * 6, range(6), plt) == expected
+    with pytest.raises(ModuleNotFoundError):
+        find_similar(windows, [0] * 6, range(6), plt, search="hnsw")
+
+
+def test_faiss_is_loaded_only_for_many_windows():
+    program = "import sys, pltpack.trie.ann, pltpack.trie.matching; assert 'faiss' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_no_windows():
+    empty = Windows(
+        np.empty(0, int), np.empty(0, int), np.empty((0, 64, 8), np.int32), np.empty((0, 64, 8), np.float32)
+    )
+    assert find_similar(empty, [], [], plt) == []
+    assert find_similar(empty, [0, 0], [1], plt) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"text": np.arange(30)[::-1] // 5}, "order"),
+        ({"start": np.arange(30)}, "overlap"),
+        ({"text": np.arange(30) // 5 + 1}, "6"),
+        ({"start": np.arange(29)}, "starts"),
+        ({"probabilities": np.full((30, WIDTH, MOST), np.nan, np.float32)}, "between 0 and 1"),
+        ({"probabilities": np.zeros((30, WIDTH, 2), np.float32)}, "shape"),
+    ],
+)
+def test_bad_windows(change, says):
+    with pytest.raises(ValueError, match=says):
+        find_similar(planted()._replace(**change), [0] * 6, range(6), plt)
+
+
+@pytest.mark.parametrize("options", [{"tau": 0.09}, {"tau": 0.31}, {"neighbours": 0}])
+def test_bad_options(options):
+    with pytest.raises(ValueError, match=r"tau|neighbours"):
+        find_similar(planted(), [0] * 6, range(6), plt, **options)
