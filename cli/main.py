@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from pltpack_cli.bench import bench
 from pltpack_cli.calibrate import calibrate
 from pltpack_cli.capture import capture
 from pltpack_cli.completion import completion
@@ -21,7 +22,7 @@ from pltpack_cli.verify import verify
 
 COMMANDS = (
     compress, append, decompress, inspect, verify, compact, gc, export_session, import_session, capture,
-    calibrate, score, completion,
+    calibrate, score, bench, completion,
 )  # fmt: skip
 
 
