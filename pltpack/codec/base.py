@@ -44,6 +44,9 @@ class Unit:
         a branch of the trie); 0 if the unit ends there. Known to the encoder only: `decode` must not read it.
     layers : tuple of LayerGeometry
         For codecs that span layers: those of the unit's layer group, of which `layer` is the first.
+    near : bool
+        Whether the reference is that of a row of the mapping table that predicts, so that a payload may be of a kind
+        that only format 1.2 has. Known to the encoder only: `decode` must not read it.
     """
 
     layer: int
@@ -52,6 +55,7 @@ class Unit:
     tokens: int
     boundary: int = 0
     layers: tuple[LayerGeometry, ...] = ()
+    near: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ the list of escapes. Symbols and escapes run over the channel rows in order.
 | 4 | same | nothing: the unit equals its reference |
 | 5 | sparse | see `pltpack.codec.delta` |
 | 6 | dense | see `pltpack.codec.delta` |
+| 7 | predicted | see `pltpack.codec.predicted`; format 1.2, BF16 and F16 only |
 
 Symbol body:
 
@@ -61,14 +62,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from pltpack.codec import classes, delta, lossless_batch, symbols
+from pltpack.codec import classes, delta, lossless_batch, predicted, symbols
 from pltpack.codec.base import Codec, EncodeJob, KeyValue, LayerSample, Samples, State, Unit
 from pltpack.codec.classes import LAYOUTS, Layout, Rows, Tables, Windowed
 from pltpack.codec.delta import Words
 from pltpack.codec.payload import Reader, declared_size, expand, squeeze
 from pltpack.snapshot import Identity, LayerGeometry
 
-RAW, ZSTD, STATIC, INLINE, SAME, SPARSE, DENSE = range(7)
+RAW, ZSTD, STATIC, INLINE, SAME, SPARSE, DENSE, PREDICTED = range(8)
 
 #: Most tables of a state, and of a model inside a payload.
 STATE_CLASSES = 64
@@ -85,7 +86,8 @@ class LosslessCodec(Codec):
     """Bit-exact coding of cache words, NaN payloads included; the module's text is its bitstream.
 
     Takes no configuration. Without a reference a unit is coded with static tables per channel class, or with tables of
-    its own, zstd or not at all where that is smaller; with a reference, as a difference where that is smaller.
+    its own, zstd or not at all where that is smaller; with a reference, as a difference where that is smaller, or as
+    noise about a prediction where differences are no longer small.
     """
 
     codec_id: ClassVar[str] = "lossless"
@@ -137,10 +139,13 @@ class LosslessCodec(Codec):
         _check_shapes(unit, words)
         payload = None
         if reference is not None:
-            payload = _encode_difference(words, _words(reference, layout))
-            # A useful difference is a small one; then nothing else can be smaller.
+            base = _words(reference, layout)
+            payload = _encode_difference(words, base)
+            # A useful difference is a small one; then nothing else can be much smaller.
             if 4 * len(payload) <= words[0].nbytes + words[1].nbytes:
                 return payload
+            if unit.near and predicted.supports(unit.geometry.dtype):
+                payload = min(payload, bytes([PREDICTED]) + predicted.encode(words, base, unit.geometry.dtype), key=len)
         plain = self._encode_plain(unit, words, layout)
         return plain if payload is None or len(plain) < len(payload) else payload
 
@@ -180,10 +185,10 @@ class LosslessCodec(Codec):
         _check_shapes(unit, words)
         reader = Reader(payload)
         mode = reader.u8()
-        if mode in (SAME, SPARSE, DENSE):
+        if mode in (SAME, SPARSE, DENSE, PREDICTED):
             if reference is None:
                 raise ValueError("payload is a difference, but there is no reference")
-            _decode_difference(mode, reader, words, _words(reference, layout))
+            _decode_difference(mode, reader, words, _words(reference, layout), unit.geometry.dtype)
         elif mode == RAW:
             for out in words:
                 out[...] = reader.array(out.size, layout.word.str).reshape(out.shape)
@@ -255,8 +260,12 @@ def _encode_difference(words: Words, reference: Words) -> bytes:
     return bytes([SPARSE]) + sparse if sparse else bytes([SAME])
 
 
-def _decode_difference(mode: int, reader: Reader, words: Words, reference: Words) -> None:
-    if mode == SPARSE:
+def _decode_difference(mode: int, reader: Reader, words: Words, reference: Words, dtype: str) -> None:
+    if mode == PREDICTED:
+        if not predicted.supports(dtype):
+            raise ValueError(f"the mode predicted does not exist for {dtype}")
+        predicted.decode(reader, words, reference, dtype)
+    elif mode == SPARSE:
         delta.decode_sparse(reader, words, reference)
     elif mode == DENSE:
         delta.decode_dense(reader, words, reference)

@@ -1,0 +1,108 @@
+"""Interleaved rANS where each symbol has a table of its own choice: the loops of `pltpack.codec.rans` but for that.
+
+Lanes, steps and words are those of spec/codecs.md, section "rANS streams".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from pltpack.codec.rans import HEADER_BYTES, LANES, PROB_SCALE
+from pltpack.codec.rans_scalar import PROB_BITS, STATE_LOW
+
+
+@numba.njit(nogil=True, cache=True)
+def _encode_rows(symbols: Any, kinds: Any, tables: Any, words: Any, states: Any) -> Any:
+    """As `pltpack.codec.rans_scalar.encode_rows`, without marks; all symbols have frequencies above 0."""
+    rows, columns = symbols.shape
+    position = np.int64(words.size)
+    for r in range(rows - 1, -1, -1):
+        row, kind = symbols[r], kinds[r]
+        for i in range(columns - 1, -1, -1):
+            lane = i & (LANES - 1)
+            entry = tables[kind[i], row[i]]
+            freq = entry & np.uint32(0xFFFF)
+            x = states[lane]
+            full = np.uint32((x >> np.uint32(20)) >= freq)
+            words[position - 1] = np.uint16(x & np.uint32(0xFFFF))
+            position -= np.int64(full)
+            x >>= full << np.uint32(4)
+            quotient = x // freq
+            rest = x - quotient * freq
+            states[lane] = np.uint32((quotient << np.uint32(PROB_BITS)) + rest + (entry >> np.uint32(16)))
+    return position
+
+
+@numba.njit(nogil=True, cache=True)
+def _decode_step(words: Any, at: Any, states: Any, tables: Any, kind: Any, row: Any, base: int, lanes: int) -> Any:
+    for lane in range(lanes):
+        s = states[lane]
+        entry = tables[kind[base + lane], s & np.uint32(PROB_SCALE - 1)]
+        row[base + lane] = np.uint8(entry & np.uint32(0xFF))
+        freq = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) + np.uint32(1)
+        states[lane] = freq * (s >> np.uint32(PROB_BITS)) + (entry >> np.uint32(20))
+    for lane in range(lanes):
+        s = states[lane]
+        low = np.uint32(s < np.uint32(STATE_LOW))
+        states[lane] = s << (low << np.uint32(4)) | np.uint32(words[at]) * low
+        at += np.int64(low)
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _decode_rows(words: Any, states: Any, tables: Any, kinds: Any, out: Any) -> Any:
+    """Number of words read; -1 if they ended early. `words` has 32 more at its end, for steps that look ahead."""
+    rows, columns = out.shape
+    count = words.size - LANES
+    at = np.int64(0)
+    whole = columns // LANES * LANES
+    for r in range(rows):
+        row, kind = out[r], kinds[r]
+        for base in range(0, whole, LANES):
+            if at > count:
+                return -1
+            at = _decode_step(words, at, states, tables, kind, row, base, LANES)
+        if at > count:
+            return -1
+        at = _decode_step(words, at, states, tables, kind, row, whole, columns - whole)
+    return at
+
+
+def encode(symbols: np.ndarray, kinds: np.ndarray, tables: np.ndarray) -> bytes:
+    """Encode symbols.
+
+    Parameters
+    ----------
+    symbols, kinds : ndarray
+        uint8 ``[R, N]``: symbols, all with a frequency above 0, and their tables.
+    tables : ndarray
+        uint32 ``[K, 256]`` from `pltpack.codec.rans.encode_tables`.
+    """
+    words = np.empty(symbols.size, dtype=np.uint16)
+    states = np.full(LANES, STATE_LOW, dtype=np.uint32)
+    first = _encode_rows(symbols, kinds, tables, words, states)
+    return states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
+
+
+def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray) -> np.ndarray:
+    """Decode a stream written by `encode`: uint8 ``[R, N]``; `tables` uint32 ``[K, 4096]``, `kinds` all below K.
+
+    Raises
+    ------
+    ValueError
+        If the stream is damaged.
+    """
+    data = np.frombuffer(stream, dtype=np.uint8)
+    if len(data) < HEADER_BYTES or len(data) % 2:
+        raise ValueError("rANS stream is truncated")
+    count = (len(data) - HEADER_BYTES) // 2
+    words = np.zeros(count + LANES, dtype=np.uint16)
+    words[:count] = data[HEADER_BYTES:].view("<u2")
+    states = data[:HEADER_BYTES].view("<u4").astype(np.uint32)
+    out = np.empty(kinds.shape, dtype=np.uint8)
+    if _decode_rows(words, states, tables, kinds, out) != count or (states != STATE_LOW).any():
+        raise ValueError("rANS stream is damaged")
+    return out
