@@ -174,9 +174,9 @@ class Container:
     metadata: dict[str, str]
 
     @property
-    def groups(self) -> bool:
-        """Whether the file's version knows layer groups and profiles."""
-        return int(self.metadata["format_version"].split(".")[1]) >= 1
+    def minor(self) -> int:
+        """The file's minor version: 1 knows layer groups and profiles, 2 predictions."""
+        return int(self.metadata["format_version"].split(".")[1])
 
     def table(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         """A table of records."""
@@ -268,7 +268,7 @@ def read_units(container: Container, identity: dict[str, Any], states: int) -> n
         tokens, layer, count = int(unit["token_count"]), int(unit["layer"]), int(unit["layer_count"])
         good = unit["offset"] == end and 1 <= tokens <= 1 << 16 and int(unit["token_start"]) + tokens <= 1 << 28
         good = good and count >= 1 and layer + count <= len(layers) and unit["state"] < states
-        good = good and (count == 1 or (container.groups and unit["flags"] == 0))
+        good = good and (count == 1 or container.minor >= (2 if unit["flags"] else 1))
         need(good and unit["flags"] <= 1 and unit["error"] >= 0, f"unit {index} of the index breaks the rules")
         size = 0
         for shape in layers[layer : layer + count]:

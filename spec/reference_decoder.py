@@ -36,7 +36,17 @@ from reference_container import (
 )
 from reference_group import Group
 from reference_lossless import Lossless
-from reference_numbers import DamagedError, KeyValue, Unit, need
+from reference_numbers import (
+    LARGEST,
+    DamagedError,
+    KeyValue,
+    Unit,
+    need,
+    rope_frequencies,
+    rope_rotate,
+    to_float,
+    to_words,
+)
 from reference_transform import Transform, digest_of, find_profile
 from reference_turboquant import TurboQuant
 from reference_xxh3 import xxh3_64
@@ -59,7 +69,7 @@ class Library:
         need(all(salt is None or isinstance(salt, str) for salt in self.salts), "metadata 'salts' is malformed")
         self.states = self.container.list("states")
         digests = [entry["profile"] for entry in self.states if isinstance(entry, dict) and "profile" in entry]
-        need(self.container.groups or not digests, "a state is a profile, which the format version does not know")
+        need(self.container.minor >= 1 or not digests, "a state is a profile, which the format version does not know")
         good = all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
         need(good, "a profile's digest is malformed")
         self.units = read_units(self.container, identity, len(self.states))
@@ -139,6 +149,7 @@ class Shard:
         self.identity = identity
         self.container = read_container(folder, entry, identity, "shard")
         self.decoded: dict[tuple[int, int], list[KeyValue]] = {}
+        self.mappings: dict[int, KeyValue] = {}
         metadata = self.container.metadata
         same = metadata["session"] == entry["session"] and metadata.get("salt") == entry.get("salt")
         need(same, "shard belongs to another session than the manifest says")
@@ -162,6 +173,7 @@ class Shard:
             layers, least = mine, start + int(unit["token_count"])
             need(least <= len(self.tokens), "a unit reaches beyond the session's end")
         self.runs = self.container.table("map", RUN)
+        mapped, predicted = (np.zeros(len(self.tokens), bool) for _ in range(2))
         end = 0
         for index, run in enumerate(self.runs):
             need(
@@ -169,53 +181,109 @@ class Shard:
             )
             end = int(run["session_start"]) + int(run["length"])
             need(end <= len(self.tokens), f"row {index} of the mapping table leaves the session")
-            self.check_run(run, entry.get("salt"))
+            place = slice(int(run["session_start"]), end)
+            mapped[place], predicted[place] = True, self.check_run(run, entry.get("salt"))
+        for unit in self.units[self.units["flags"] == 1]:
+            at = int(unit["token_start"])
+            need(mapped[at : at + int(unit["token_count"])].all(), "a reference lies outside the mapping table")
+        for layer in range(len(identity["layers"])):
+            left = predicted.copy()
+            for unit in self.units[holds_layer(self.units, layer)]:
+                at = int(unit["token_start"])
+                left[at : at + int(unit["token_count"])] = False
+            need(not left.any(), f"predicted tokens are in no unit of layer {layer}")
 
-    def check_run(self, run: np.void, salt: str | None) -> None:
-        """A row of the mapping table fits its node."""
-        need(run["library"] < len(self.libraries) and run["position_shift"] == 0, "a mapping row breaks the rules")
+    def check_run(self, run: np.void, salt: str | None) -> bool:
+        """A row of the mapping table fits its node; whether own units must hold all of its tokens."""
+        shift = int(run["position_shift"])
+        need(run["library"] < len(self.libraries), "a mapping row breaks the rules")
+        need(
+            shift == 0 or self.container.minor >= 2, "a mapping row has a shift, which the format version does not know"
+        )
         library = self.libraries[run["library"]]
         need(run["node"] < len(library.nodes), "a mapping row names a node that is not there")
         node = library.nodes[run["node"]]
         first, length, start = int(run["node_start"]), int(run["length"]), int(run["session_start"])
-        need(
-            first + length <= node["length"] and int(node["position"]) + first == start, "a mapping row leaves its node"
-        )
+        fits = first + length <= node["length"] and int(node["position"]) + first + shift == start
+        need(fits, "a mapping row does not fit its node")
         need(library.salts[node["tenant"]] == salt, "a mapping row points to another tenant's node")
         at = int(node["token_offset"]) + first
         same = np.array_equal(library.tokens[at : at + length], self.tokens[start : start + length])
-        need(same, "a mapping row points to a node of other tokens")
+        need(same or self.container.minor >= 2, "a mapping row points to a node of other tokens")
+        need(shift == 0 or can_move(self.identity), "a mapping row moves keys whose rotary embedding is not known")
+        return shift != 0 or not same
 
     def layer(self, index: int) -> KeyValue:
         """Keys and values of one layer, as words."""
-        unit = dataclasses.replace(layer_unit(self.identity, index), tokens=len(self.tokens))
-        keys, values = (np.zeros(size, unit.word) for size in unit.shapes)
-        mapped, covered = (np.zeros(len(self.tokens), bool) for _ in range(2))
+        unit = layer_unit(self.identity, index)
+        mapped_keys, mapped_values = self.mapped(index)
+        keys, values = mapped_keys.copy(), mapped_values.copy()
+        covered = np.zeros(len(self.tokens), bool)
         for run in self.runs:
-            library, start = self.libraries[run["library"]], int(run["session_start"])
-            node, stop = library.nodes[run["node"]], start + int(run["length"])
-            units = library.units[node["first_unit"] : node["first_unit"] + node["unit_count"]]
-            for record in units[holds_layer(units, index)]:
-                at = int(node["position"]) + int(record["token_start"])
-                low, high = max(at, start), min(at + int(record["token_count"]), stop)
-                if low < high:
-                    found = decode_unit(library, record, library.codec(record["state"]), unit, at, None)
-                    keys[:, low:high] = found[0][:, low - at : high - at]
-                    values[:, low:high] = found[1][:, low - at : high - at]
-                    mapped[low:high] = covered[low:high] = True
+            # All tokens of a row that only predicts are in units, as checked.
+            covered[int(run["session_start"]) : int(run["session_start"]) + int(run["length"])] = True
         for record in self.units[holds_layer(self.units, index)]:
             at, end = int(record["token_start"]), int(record["token_start"]) + int(record["token_count"])
             number, state = self.states[record["state"]]
             reference = None
             if record["flags"]:
-                need(mapped[at:end].all(), "a unit needs a reference that the mapping table does not give")
-                reference = keys[:, at:end].copy(), values[:, at:end].copy()
+                layers = range(int(record["layer"]), int(record["layer"]) + int(record["layer_count"]))
+                found = [self.mapped(layer) for layer in layers]
+                reference = [(k[:, at:end].copy(), v[:, at:end].copy()) for k, v in found]
             codec = self.libraries[number].codec(state)
             keys[:, at:end], values[:, at:end] = decode_unit(self, record, codec, unit, at, reference)
             covered[at:end] = True
         gaps = np.flatnonzero(~covered)
         need(len(gaps) == 0, f"no unit holds layer {index}, token {gaps[:1].sum()}")
         return keys, values
+
+    def mapped(self, index: int) -> KeyValue:
+        """What the mapping table gives for one layer, as words; 0 for other tokens."""
+        if index not in self.mappings:
+            self.mappings[index] = self.map_layer(index)
+        return self.mappings[index]
+
+    def map_layer(self, index: int) -> KeyValue:
+        """See `mapped`."""
+        unit = dataclasses.replace(layer_unit(self.identity, index), tokens=len(self.tokens))
+        keys, values = (np.zeros(size, unit.word) for size in unit.shapes)
+        for run in self.runs:
+            shift = int(run["position_shift"])
+            library, start = self.libraries[run["library"]], int(run["session_start"])
+            node, stop = library.nodes[run["node"]], start + int(run["length"])
+            units = library.units[node["first_unit"] : node["first_unit"] + node["unit_count"]]
+            for record in units[holds_layer(units, index)]:
+                at = int(node["position"]) + int(record["token_start"])
+                # At session positions from here on.
+                own = at + shift
+                low, high = max(own, start), min(own + int(record["token_count"]), stop)
+                if low < high:
+                    found = decode_unit(library, record, library.codec(record["state"]), unit, at, None)
+                    keys[:, low:high] = found[0][:, low - own : high - own]
+                    values[:, low:high] = found[1][:, low - own : high - own]
+            if shift:
+                keys[:, start:stop] = move(keys[:, start:stop], unit, self.identity, start - shift, start)
+        return keys, values
+
+
+def can_move(identity: dict[str, Any]) -> bool:
+    """Whether keys can be moved: they are not rotated, or by embeddings that are known."""
+    known = (rope_frequencies(identity.get("rope"), shape["k_dim"]) is not None for shape in identity["layers"])
+    return identity.get("keys") == "unrotated" or (identity.get("keys") == "rotated" and all(known))
+
+
+def move(words: np.ndarray, layer: Unit, identity: dict[str, Any], position: int, target: int) -> np.ndarray:
+    """Keys ``[H, T, D]`` as words, moved to other positions."""
+    frequencies = rope_frequencies(identity.get("rope"), layer.k_dim)
+    if identity["keys"] == "unrotated" or frequencies is None:
+        return words
+    style = identity["rope"].get("style", "half")
+    with np.errstate(over="ignore", invalid="ignore"):
+        plain = rope_rotate(to_float(words, layer.dtype), frequencies, style, position, back=True)
+        moved = rope_rotate(plain, frequencies, style, target, back=False)
+    moved[~np.isfinite(moved)] = 0
+    limit = np.float32(LARGEST[layer.dtype])
+    return to_words(np.clip(moved, -limit, limit), layer.dtype)
 
 
 def layer_unit(identity: dict[str, Any], index: int) -> Unit:
@@ -231,7 +299,7 @@ def holds_layer(units: np.ndarray, layer: int) -> np.ndarray:
 
 
 def decode_unit(segment: Library | Shard, record: np.void, codec: Any, layer: Unit, position: int,
-                reference: KeyValue | None) -> KeyValue:  # fmt: skip
+                reference: list[KeyValue] | None) -> KeyValue:  # fmt: skip
     """One layer of a unit of the index."""
     first, count = int(record["offset"]), int(record["layer_count"])
     key = (first, int(record["layer"]))
@@ -242,10 +310,10 @@ def decode_unit(segment: Library | Shard, record: np.void, codec: Any, layer: Un
         if isinstance(codec, Transform):
             layers = range(int(record["layer"]), int(record["layer"]) + count)
             units = [dataclasses.replace(layer_unit(segment.identity, index), **place) for index in layers]
-            found = codec.decode(payload, units, None if reference is None else [reference])
+            found = codec.decode(payload, units, reference)
         else:
             need(count == 1, "a unit holds several layers, which its codec does not")
-            found = [codec.decode(payload, dataclasses.replace(layer, **place), reference)]
+            found = [codec.decode(payload, dataclasses.replace(layer, **place), reference[0] if reference else None)]
         if count == 1:
             return found[0]
         # Asked for layer by layer, but decoded once.

@@ -14,7 +14,7 @@ from pltpack.archive.segments import Segment, dumps_json
 from pltpack.archive.shard import Shard
 from pltpack.format import state as state_format
 from pltpack.format import tables
-from pltpack.format.container import ContainerWriter
+from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, ContainerWriter
 from pltpack.format.manifest import FileEntry, SessionEntry
 
 NodeKey = tuple[int, int]
@@ -103,8 +103,9 @@ class Merger:
         salts = sorted({lib.salts[lib.nodes[n]["tenant"]] for lib, n in used}, key=lambda s: (s is not None, str(s)))
         groups = any(_grouped(library.units_of(node)) for library, node in used)
         groups |= any("profile" in entry for entry, _ in self._states)
+        minor = MINOR_GROUPS if groups else 0
         metadata = {
-            **container_metadata("library", self._archive.identity, groups),
+            **container_metadata("library", self._archive.identity, minor),
             "states": dumps_json([entry for entry, _ in self._states]),
             "libraries": "[]",
             "salts": dumps_json(salts),
@@ -149,8 +150,9 @@ class Merger:
         """Write a session's shard so that it refers to the merged segment."""
         states = sorted({self._state(shard.libraries[lib], state) for lib, state in shard.states})
         groups = _grouped(shard.units) or any("profile" in self._states[state][0] for state in states)
+        minor = MINOR_PREDICTIONS if shard.has_predictions else MINOR_GROUPS if groups else 0
         metadata = {
-            **container_metadata("shard", self._archive.identity, groups),
+            **container_metadata("shard", self._archive.identity, minor),
             "session": shard.entry.session,
             "libraries": dumps_json([library.head_sha256]),
             "states": dumps_json([[0, state] for state in states]),

@@ -43,6 +43,8 @@ class Shard(Segment):
         Checked mapping rows.
     exact_runs, predicted_runs : ndarray
         Those whose tokens have the node's values but for own units, and those that only predict what own units hold.
+    predicted_rows : ndarray
+        bool, which of `runs` are the latter.
     """
 
     def __init__(self, folder: Path, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
@@ -85,10 +87,10 @@ class Shard(Segment):
                 raise FormatError("units overlap or are out of order", path)
         self.layer_bounds = _layer_bounds(self.units, len(self.identity.layers))
         self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries), self.minor)
-        predicts = np.array([self._check_run(run) for run in self.runs], bool)
-        self.exact_runs: np.ndarray = self.runs[~predicts]
-        self.predicted_runs: np.ndarray = self.runs[predicts]
-        self._predicted_tokens = _Tokens(self.predicted_runs)
+        self.predicted_rows = np.array([self._check_run(run) for run in self.runs], bool)
+        self.exact_runs: np.ndarray = self.runs[~self.predicted_rows]
+        self.predicted_runs: np.ndarray = self.runs[self.predicted_rows]
+        self._predicted_tokens = TokenCount.of(self.predicted_runs)
         self._check_references()
 
     def _check_run(self, run: np.void) -> bool:
@@ -117,7 +119,8 @@ class Shard(Segment):
         counts = self.units["token_count"].astype(np.int64)
         flagged = np.flatnonzero(self.units["flags"] & tables.FLAG_REFERENCE)
         if len(flagged):
-            lacks = _Tokens(self.runs).within(starts[flagged], starts[flagged] + counts[flagged]) < counts[flagged]
+            inside = TokenCount.of(self.runs).within(starts[flagged], starts[flagged] + counts[flagged])
+            lacks = inside < counts[flagged]
             if lacks.any():
                 raise FormatError(f"unit {flagged[np.argmax(lacks)]} has a reference outside the mapping table",
                                   self.container.path)  # fmt: skip
@@ -151,19 +154,29 @@ class Shard(Segment):
         return self.libraries[library].codec(state)
 
     @property
+    def has_predictions(self) -> bool:
+        """Whether the shard holds what only versions from `MINOR_PREDICTIONS` on know."""
+        flagged = (self.units["flags"] & tables.FLAG_REFERENCE) != 0
+        return len(self.predicted_runs) > 0 or bool((flagged & (self.units["layer_count"] > 1)).any())
+
+    @property
     def mapped_tokens(self) -> int:
         """Tokens that the mapping table covers."""
         return int(self.runs["length"].sum(dtype=np.int64))
 
 
-class _Tokens:
-    """The tokens of mapping rows, to be counted in ranges."""
+class TokenCount:
+    """Counts how many of the tokens of some ranges, ordered and without overlaps, lie in others."""
 
-    def __init__(self, runs: np.ndarray) -> None:
-        self._starts = runs["session_start"].astype(np.int64)
-        self._lengths = runs["length"].astype(np.int64)
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray) -> None:
+        self._starts, self._lengths = starts.astype(np.int64), lengths.astype(np.int64)
         self._before = np.append(0, np.cumsum(self._lengths))
         self.total = int(self._before[-1])
+
+    @classmethod
+    def of(cls, runs: np.ndarray) -> TokenCount:
+        """Those of mapping rows."""
+        return cls(runs["session_start"], runs["length"])
 
     def within(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """How many of the tokens lie in each range."""

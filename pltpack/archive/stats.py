@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from pltpack.archive.shard import TokenCount
+from pltpack.codec import registry
 from pltpack.format.manifest import NAME
 from pltpack.format.tables import FLAG_REFERENCE, NO_NODE
 
@@ -22,7 +26,9 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
         ``quality``, ``sessions``, ``tokens``, ``raw_bytes`` (keys and values as dumped), ``elements``,
         ``archive_bytes`` (manifest, library and shards), ``library_bytes``, ``shard_bytes``,
         ``profile_bytes`` (profiles in the library, as stored), ``ratio``,
-        ``bits_per_element`` (everything counted), ``shared_tokens``, ``dedup_hit_rate`` (shared over all tokens).
+        ``bits_per_element`` (everything counted), ``shared_tokens``, ``dedup_hit_rate`` (shared over all tokens),
+        ``predicted_tokens`` (mapped, but held again by units of the session's own, which the mapping makes small),
+        ``saved_bytes`` (about what mapped tokens would take besides, if they cost what the library's copy costs).
     """
     manifest = archive.manifest
     tokens = sum(entry.tokens for entry in manifest.sessions)
@@ -30,22 +36,58 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
     raw = tokens * sum(layer.bytes_per_token for layer in layers)
     elements = tokens * sum(layer.elements_per_token for layer in layers)
     library = sum(entry.bytes for entry in manifest.libraries)
-    shards = sum(entry.bytes for entry in manifest.sessions)
-    size = library + shards + (archive.path / NAME).stat().st_size
+    sessions = sum(entry.bytes for entry in manifest.sessions)
+    size = library + sessions + (archive.path / NAME).stat().st_size
     profiles = sum(
         library.container.array(f"codec.state.{index}", "U8").nbytes
         for library in archive.libraries
         for index in range(len(library.states))
         if library.profile_digest(index) is not None
     )
-    shared = sum(archive.shard(name).mapped_tokens for name in archive.sessions)
+    shards = [archive.shard(name) for name in archive.sessions]
+    predicted = sum(predicted_tokens(shard) for shard in shards)
+    shared = sum(shard.mapped_tokens for shard in shards) - predicted
+    held = sum(int(library.units["length"].sum()) for library in archive.libraries)
     return {
         "quality": manifest.quality, "sessions": len(manifest.sessions), "tokens": tokens, "raw_bytes": raw,
-        "elements": elements, "archive_bytes": size, "library_bytes": library, "shard_bytes": shards,
+        "elements": elements, "archive_bytes": size, "library_bytes": library, "shard_bytes": sessions,
         "profile_bytes": profiles,
         "ratio": raw / size, "bits_per_element": 8 * size / elements if elements else 0.0,
         "shared_tokens": shared, "dedup_hit_rate": shared / tokens if tokens else 0.0,
+        "predicted_tokens": predicted, "saved_bytes": sum(map(_saved_bytes, shards)) - held,
     }  # fmt: skip
+
+
+def predicted_tokens(shard: Shard) -> int:
+    """Mapped tokens that own units hold again in every layer, in a lossy codec or since the mapping only predicts."""
+    rows, own = shard.runs, shard.units
+    starts = rows["session_start"].astype(np.int64)
+    stops = starts + rows["length"]
+    found = shard.predicted_rows
+    if not found.all() and len(own) and not all(_exact(shard, index) for index in np.unique(own["state"])):
+        again = np.ones(len(rows), bool)
+        for first, last in set(shard.layer_bounds):
+            units = TokenCount(own["token_start"][first:last], own["token_count"][first:last])
+            again &= units.within(starts, stops) == rows["length"]
+        found = found | again
+    return int(rows["length"][found].sum(dtype=np.int64))
+
+
+def _exact(shard: Shard, state: int) -> bool:
+    library, index = shard.states[state]
+    return registry.codec(*shard.libraries[library].state_entry(index)).exact
+
+
+def _saved_bytes(shard: Shard) -> int:
+    """Bytes that a session does not store again, as the library stores them, less what it stores over them."""
+    saved = 0.0
+    for run in shard.runs:
+        library = shard.libraries[run["library"]]
+        part = float(run["length"]) / float(library.nodes[run["node"]]["length"])
+        saved += part * float(library.units_of(int(run["node"]))["length"].sum())
+    starts = shard.units["token_start"].astype(np.int64)
+    mapped = TokenCount.of(shard.runs).within(starts, starts + shard.units["token_count"])
+    return round(saved - float((shard.units["length"] * (mapped / shard.units["token_count"])).sum()))
 
 
 def describe(archive: Archive) -> dict[str, Any]:
@@ -92,9 +134,11 @@ def _session(shard: Shard) -> dict[str, Any]:
     states = [shard.libraries[library].state_entry(state) for library, state in shard.states]
     codec, config = states[0] if states else (None, None)
     corrections = shard.units[(shard.units["flags"] & FLAG_REFERENCE) != 0]
+    predicted = predicted_tokens(shard)
     raw = len(shard.tokens) * sum(layer.bytes_per_token for layer in shard.identity.layers)
     return {
-        "session": shard.entry.session, "tokens": len(shard.tokens), "shared_tokens": shard.mapped_tokens,
+        "session": shard.entry.session, "tokens": len(shard.tokens), "shared_tokens": shard.mapped_tokens - predicted,
+        "predicted_tokens": predicted, "saved_bytes": _saved_bytes(shard),
         "file": shard.entry.file, "bytes": shard.entry.bytes, "raw_bytes": raw, "codec": codec, "config": config,
         "units": len(shard.units), "correction_bytes": int(corrections["length"].sum()), "mapping": rows,
     }  # fmt: skip
