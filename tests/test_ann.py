@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pltpack.trie import ann
-from pltpack.trie.ann import Windows, find_similar, signatures
+from pltpack.trie.ann import find_similar, open_windows, signatures
+from pltpack.trie.distributions import Distributions
 from pltpack.trie.matching import Match
 
 WIDTH, MOST = 32, 6
@@ -52,9 +53,13 @@ def divergence(a, b):
     return (part(a) + part(b)) / 2
 
 
-def plt(ids_a, p_a, ids_b, p_b):
-    """Mean divergence of windows."""
-    return divergence(spread(ids_a, p_a), spread(ids_b, p_b)).mean(axis=-1)
+def rows(ids, probabilities):
+    """Distributions of windows, end to end."""
+    return Distributions.of(ids.reshape(-1, ids.shape[2]), probabilities.reshape(-1, ids.shape[2]))
+
+
+def signed(ids, probabilities, *dimensions):
+    return signatures(rows(ids, probabilities), np.arange(len(ids)) * WIDTH, WIDTH, *dimensions)
 
 
 @settings(deadline=None, max_examples=100)
@@ -78,13 +83,13 @@ def test_signatures_estimate_overlap():
     assert exact[:20].min() > 0.7
     assert exact[20:].max() < 0.5
     for size in (64, 256, 4096):
-        a, b = signatures(ids, p, size), signatures(ids_b, other, size)
+        a, b = signed(ids, p, size), signed(ids_b, other, size)
         assert np.sqrt(np.square((a * b).sum(1) / ann.SCALE**2 - exact).mean()) < 1.5 * size**-0.5
 
 
 def test_signatures_are_whole_and_short_enough_for_exact_products():
     ids, p = distributions(np.random.default_rng(2), 30)
-    found = signatures(ids, p)
+    found = signed(ids, p)
     assert found.dtype == np.float32
     assert (found == np.rint(found)).all()
     norms = (found.astype(np.float64) ** 2).sum(axis=1)
@@ -98,31 +103,30 @@ def test_signatures_are_whole_and_short_enough_for_exact_products():
 def test_empty_places_change_nothing():
     ids, p = distributions(np.random.default_rng(3), 5)
     more = np.full((5, WIDTH, 3), -1, np.int32)
-    padded = signatures(np.concatenate([ids, more], 2), np.concatenate([p, np.zeros(more.shape, np.float32)], 2))
-    assert (padded == signatures(ids, p)).all()
+    padded = signed(np.concatenate([ids, more], 2), np.concatenate([p, np.zeros(more.shape, np.float32)], 2))
+    assert (padded == signed(ids, p)).all()
 
 
 def planted(seed=4, texts=6, each=5):
-    """Windows of several texts; about half are blurred copies of others."""
+    """Windows of several texts, many of them blurred copies: (ids, probabilities) and the arguments made of them."""
     rng = np.random.default_rng(seed)
     ids, p = distributions(rng, texts * each)
     for i in range(1, len(ids)):
         if rng.random() < 0.6:
             j = rng.integers(0, i)
             ids[i], p[i] = ids[j], blurred(rng, p[j], rng.choice([0.0, 0.3, 0.8, 1.6]))
-    text = np.repeat(np.arange(texts), each)
-    return Windows(text, np.tile(np.arange(each) * WIDTH, texts), ids, p)
+    cut = [slice(i, i + each) for i in range(0, len(ids), each)]
+    return (ids, p), ([rows(ids[c], p[c]) for c in cut], [np.arange(each) * WIDTH] * texts)
 
 
-def by_definition(windows, groups, targets, tau):
+def by_definition(dense, each, groups, targets, tau):
     """Nearest earlier window that is not predicted itself; all pairs."""
     source = {}
-    for i in range(len(windows.text)):
-        if windows.text[i] not in targets:
+    for i in range(len(dense)):
+        if i // each not in targets:
             continue
-        free = [j for j in range(i) if j not in source and groups[windows.text[j]] == groups[windows.text[i]]]
-        at, rest = [i] * len(free), free
-        far = plt(windows.ids[at], windows.probabilities[at], windows.ids[rest], windows.probabilities[rest])
+        free = [j for j in range(i) if j not in source and groups[j // each] == groups[i // each]]
+        far = np.round(divergence(dense[[i] * len(free)], dense[free]).mean(axis=-1), 6)
         near = [(d, j) for d, j in zip(far, free, strict=True) if d <= tau]
         if near:
             source[i] = min(near)[1]
@@ -139,53 +143,57 @@ def per_window(found):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("tau", [0.1, 0.2, 0.3])
 def test_choices_are_those_of_brute_force(seed, tau):
-    windows = planted(seed)
+    windows, arguments = planted(seed)
     groups, targets = [0, 0, 1, 0, 1, 0], [0, 1, 3, 4, 5]
-    found = find_similar(windows, groups, targets, plt, tau=tau, neighbours=30)
-    expected = by_definition(windows, groups, targets, tau)
+    found = find_similar(*arguments, groups, targets, window=WIDTH, tau=tau, neighbours=30)
+    expected = by_definition(spread(*windows), 5, groups, targets, tau)
     assert len(expected) > 2
-    place = list(zip(windows.text.tolist(), windows.start.tolist(), strict=True))
+    place = [(i // 5, i % 5 * WIDTH) for i in range(30)]
     assert per_window(found) == {place[i]: place[j] for i, j in expected.items()}
 
 
 def test_neighbours_make_one_match():
     rng = np.random.default_rng(5)
     ids, p = distributions(rng, 4)
-    windows = Windows(
-        np.array([0] * 4 + [1] * 4), np.array([0, 32, 64, 96, 10, 42, 80, 112]), np.tile(ids, (2, 1, 1)),
-        np.concatenate([p, blurred(rng, p, 0.2)]),
-    )  # fmt: skip
-    assert find_similar(windows, [0, 0], [1], plt) == [[Match(1, 10, 64, 0, 0), Match(1, 80, 64, 0, 64)]]
-    assert find_similar(windows, [0, 1], [1], plt) == [[]]
-    assert find_similar(windows, [0, 0], [1], lambda a, p, b, q: plt(a, p, b, q) + 1) == [[]]
+    other = rows(ids, blurred(rng, p, 0.2))
+    gap = rows(*distributions(rng, 1))
+    pieces = [gap[:10], other[:64], gap[:6], other[64:]]
+    moved = Distributions(*(np.concatenate([getattr(x, n) for x in pieces]) for n in ("ids", "probabilities", "tail")))
+    arguments = [rows(ids, p), moved], [[0, 32, 64, 96], [10, 42, 80, 112]]
+    assert find_similar(*arguments, [0, 0], [1], window=32) == [[Match(1, 10, 64, 0, 0), Match(1, 80, 64, 0, 64)]]
+    assert find_similar(*arguments, [0, 1], [1], window=32) == [[]]
+    assert find_similar(*arguments, [0, 0], [0], window=32) == [[]]
 
 
 def test_few_neighbours_find_what_is_close():
-    windows = planted(7, texts=20, each=10)
-    groups, targets = [0] * 20, range(20)
-    near, wide = (per_window(find_similar(windows, groups, targets, plt, neighbours=n)) for n in (4, 200))
+    _, arguments = planted(7, texts=20, each=10)
+    near, wide = (
+        per_window(find_similar(*arguments, [0] * 20, range(20), window=WIDTH, neighbours=n)) for n in (4, 200)
+    )
     assert len(near) >= 0.95 * len(wide) > 40
 
 
 def test_graph_search_finds_the_same_in_small_sets_every_time():
     pytest.importorskip("faiss")
-    windows = planted(8, texts=30, each=10)
-    groups, targets = [i % 2 for i in range(30)], range(30)
+    _, arguments = planted(8, texts=30, each=10)
+    groups = [i % 2 for i in range(30)]
     exact, *graphs = (
-        find_similar(windows, groups, targets, plt, search=kind) for kind in ("exact", "hnsw", "hnsw", "auto")
+        find_similar(*arguments, groups, range(30), window=WIDTH, search=kind)
+        for kind in ("exact", "hnsw", "hnsw", "auto")
     )
     assert sum(map(len, exact)) > 60
     assert all(found == exact for found in graphs)
 
 
 def test_many_windows_without_faiss_are_searched_exhaustively(monkeypatch):
-    windows = planted(9)
-    expected = find_similar(windows, [0] * 6, range(6), plt, search="exact")
+    _, arguments = planted(9)
+    expected = find_similar(*arguments, [0] * 6, range(6), window=WIDTH, search="exact")
     monkeypatch.setitem(sys.modules, "faiss", None)
     monkeypatch.setattr(ann, "FEW", 8)
-    assert find_similar(windows, [0] * 6, range(6), plt) == expected
+    monkeypatch.setattr(ann, "_SQUARE", 7)
+    assert find_similar(*arguments, [0] * 6, range(6), window=WIDTH) == expected
     with pytest.raises(ModuleNotFoundError):
-        find_similar(windows, [0] * 6, range(6), plt, search="hnsw")
+        find_similar(*arguments, [0] * 6, range(6), window=WIDTH, search="hnsw")
 
 
 def test_faiss_is_loaded_only_for_many_windows():
@@ -193,31 +201,36 @@ def test_faiss_is_loaded_only_for_many_windows():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_open_windows():
+    assert open_windows(200, 0, []).tolist() == [0, 64, 128]
+    assert open_windows(200, 9, [Match(0, 73, 40, 0, 0)]).tolist() == [9, 113]
+    assert open_windows(192, 0, [Match(0, 63, 65, 0, 0)]).tolist() == [128]
+    assert open_windows(100, 100, [], 32).tolist() == []
+
+
 def test_no_windows():
-    empty = Windows(
-        np.empty(0, int), np.empty(0, int), np.empty((0, 64, 8), np.int32), np.empty((0, 64, 8), np.float32)
-    )
-    assert find_similar(empty, [], [], plt) == []
-    assert find_similar(empty, [0, 0], [1], plt) == [[]]
+    assert find_similar([], [], [], []) == []
+    some = rows(*distributions(np.random.default_rng(1), 2))
+    assert find_similar([some, some], [[], []], [0, 0], [1]) == [[]]
+    assert find_similar([some, some], [[0], []], [0, 0], [0, 1]) == [[], []]
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"text": np.arange(30)[::-1] // 5}, "order"),
-        ({"start": np.arange(30)}, "overlap"),
-        ({"text": np.arange(30) // 5 + 1}, "6"),
-        ({"start": np.arange(29)}, "starts"),
-        ({"probabilities": np.full((30, WIDTH, MOST), np.nan, np.float32)}, "between 0 and 1"),
-        ({"probabilities": np.zeros((30, WIDTH, 2), np.float32)}, "shape"),
+        ({"starts": [[0, 20], [0]]}, "overlap"),
+        ({"starts": [[32, 0], [0]]}, "order"),
+        ({"starts": [[0, 33], [0]]}, "do not lie within 64"),
+        ({"starts": [[-1], [0]]}, "do not lie within 64"),
+        ({"starts": [[0]]}, "1 lists"),
+        ({"window": 31}, "window of 31"),
+        ({"tau": 0.09}, "tau"),
+        ({"tau": 0.31}, "tau"),
+        ({"neighbours": 0}, "neighbours"),
     ],
 )
-def test_bad_windows(change, says):
+def test_bad_arguments(change, says):
+    some = rows(*distributions(np.random.default_rng(1), 2))
+    arguments = {"predictions": [some] * 2, "starts": [[0, 32], [0]], "groups": [0, 0], "targets": [1], "window": 32}
     with pytest.raises(ValueError, match=says):
-        find_similar(planted()._replace(**change), [0] * 6, range(6), plt)
-
-
-@pytest.mark.parametrize("options", [{"tau": 0.09}, {"tau": 0.31}, {"neighbours": 0}])
-def test_bad_options(options):
-    with pytest.raises(ValueError, match=r"tau|neighbours"):
-        find_similar(planted(), [0] * 6, range(6), plt, **options)
+        find_similar(**arguments | change)

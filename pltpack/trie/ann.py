@@ -13,15 +13,16 @@ candidates do not depend on the machine or the BLAS. Few windows are searched ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numba
 import numpy as np
 
-from pltpack.trie.matching import Match
+from pltpack.trie.distance import TAU, plt_distances
+from pltpack.trie.distributions import Distributions
+from pltpack.trie.matching import WINDOW, WINDOWS, Match
 
-TAU = 0.2
 TAUS = (0.1, 0.3)
 DIMENSIONS = 256
 #: A signature's length; its square bounds every partial sum of an inner product, by Cauchy's inequality.
@@ -30,51 +31,37 @@ SCALE = 2048
 FEW = 4096
 #: Three standard deviations of an inner product of projected unit vectors are 0.19; a window missed costs little.
 _SLACK = 0.15
-_PAIRS = 1024
+#: Decimals of a distance: logarithms may differ in the last bit from machine to machine.
+_DIGITS = 6
+#: Vectors to a side of a matrix of inner products.
+_SQUARE = 2048
 
-#: PLT distances, float ``[n]``, of windows a and b: (ids a, probabilities a, ids b, probabilities b), ``[n, W, k]``.
-Distance = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 Search = Literal["auto", "exact", "hnsw"]
 
 
-class Windows(NamedTuple):
-    """Windows of W tokens with the distributions predicted after each token.
-
-    Attributes
-    ----------
-    text : int64 ``[n]``
-        Index of each window's text, ascending.
-    start : int64 ``[n]``
-        Its first token, ascending within a text, without overlaps.
-    ids : int32 ``[n, W, k]``
-        The likeliest next tokens at each position, likeliest first; negative where there are fewer.
-    probabilities : float32 ``[n, W, k]``
-        Theirs; 0 where there are fewer. What is missing to 1 is the tail's.
-    """
+class _Windows(NamedTuple):
+    """Windows of all texts in order: `text`, `start` int64 ``[n]``; `bounds` int64 ``[texts + 1]`` parts the texts."""
 
     text: np.ndarray
     start: np.ndarray
-    ids: np.ndarray
-    probabilities: np.ndarray
+    bounds: np.ndarray
 
 
 @numba.njit(nogil=True, cache=True)
-def _project(ids: Any, probabilities: Any, scale: Any, out: Any) -> None:
-    windows, width, most = ids.shape
-    size = out.shape[1]
+def _project(ids: Any, probabilities: Any, tails: Any, starts: Any, width: Any, scale: Any, out: Any) -> None:
+    most, size = ids.shape[1], out.shape[1]
     sums = np.empty(size, dtype=np.float64)
-    for n in range(windows):
+    for n in range(starts.size):
         sums[:] = 0.0
         for w in range(width):
-            tail = 1.0
+            row = starts[n] + w
             for k in range(most + 1):
-                share = tail if k == most else np.float64(probabilities[n, w, k])
+                share = tails[row] if k == most else probabilities[row, k]
                 if share <= 0.0:
                     continue
-                tail -= share
                 # No token has the tail's id.
-                token = np.uint64(0xFFFFFFFF) if k == most else np.uint64(ids[n, w, k]) & np.uint64(0x7FFFFFFF)
-                key = (np.uint64(w) << np.uint64(32) | token) * np.uint64(0x9E3779B97F4A7C15)
+                token = np.uint64(0xFFFFFFFF) if k == most else np.uint64(ids[row, k]) & np.uint64(0x7FFFFFFF)
+                key = ((np.uint64(w) << np.uint64(32)) | token) * np.uint64(0x9E3779B97F4A7C15)
                 key = (key ^ (key >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
                 sign = 1.0 if key >> np.uint64(63) else -1.0
                 sums[np.int64((key >> np.uint64(24)) % np.uint64(size))] += sign * np.sqrt(share)
@@ -85,7 +72,7 @@ def _project(ids: Any, probabilities: Any, scale: Any, out: Any) -> None:
             out[n, i] = np.rint(sums[i] * (scale / np.sqrt(norm))) if norm > 0.0 else 0.0
 
 
-def signatures(ids: np.ndarray, probabilities: np.ndarray, dimensions: int = DIMENSIONS) -> np.ndarray:
+def signatures(predictions: Distributions, starts: np.ndarray, window: int, dimensions: int = DIMENSIONS) -> np.ndarray:
     """Project windows onto vectors of whole numbers of length `SCALE`.
 
     ``a @ b / SCALE**2`` estimates the mean Bhattacharyya coefficient over the positions of two windows, with a standard
@@ -93,8 +80,12 @@ def signatures(ids: np.ndarray, probabilities: np.ndarray, dimensions: int = DIM
 
     Parameters
     ----------
-    ids, probabilities : int32, float32 ``[n, W, k]``
-        As in `Windows`.
+    predictions : Distributions
+        N positions.
+    starts : int64 ``[n]``
+        First positions of the windows.
+    window : int
+        Positions per window.
     dimensions : int
 
     Returns
@@ -104,58 +95,76 @@ def signatures(ids: np.ndarray, probabilities: np.ndarray, dimensions: int = DIM
     Raises
     ------
     ValueError
-        If the shapes are not those, or a probability is not finite or outside 0 to 1.
+        If a window leaves its positions.
     """
-    if ids.ndim != 3 or ids.shape != probabilities.shape:
-        raise ValueError(f"ids of shape {ids.shape} and probabilities of shape {probabilities.shape}")
-    if not ((probabilities >= 0) & (probabilities <= 1.001)).all():
-        raise ValueError("a probability is not between 0 and 1")
-    out = np.empty((len(ids), dimensions), dtype=np.float32)
-    _project(ids, probabilities, float(SCALE), out)
+    starts = np.asarray(starts, dtype=np.int64)
+    if window < 1 or (starts < 0).any() or (starts > len(predictions) - window).any():
+        raise ValueError(f"windows of {window} positions do not lie within {len(predictions)}")
+    out = np.empty((len(starts), dimensions), dtype=np.float32)
+    p = predictions
+    _project(p.ids, p.probabilities, p.tail, starts, window, float(SCALE), out)
     return out
 
 
 class _Index(Protocol):
     def add(self, vectors: np.ndarray) -> None: ...
 
-    def search(self, queries: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """(scores, positions) ``[q, most]``, the best first, of equal ones the first added; position -1 for none."""
+    def search(self, queries: np.ndarray, most: int, floor: float) -> np.ndarray:
+        """Vectors by number, int64 ``[q, most]``: the best from `floor` on, of equal ones the first; -1 for none."""
         ...
 
 
-def _ranked(scores: np.ndarray, places: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    order = np.lexsort((places, -scores), axis=-1)[:, :most]
-    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(places, order, axis=1)
+def _best(rows: np.ndarray, places: np.ndarray, scores: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
+    """(row, place, score, rank) of the `most` best of each row."""
+    order = np.lexsort((places, -scores, rows))
+    rows, places, scores = rows[order], places[order], scores[order]
+    rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    kept = rank < most
+    return rows[kept], places[kept], scores[kept], rank[kept]
+
+
+def _table(rows: np.ndarray, places: np.ndarray, scores: np.ndarray, queries: int, most: int) -> np.ndarray:
+    rows, places, _, rank = _best(rows, places, scores, most)
+    out = np.full((queries, most), -1, dtype=np.int64)
+    out[rows, rank] = places
+    return out
 
 
 class _Exhaustive:
     """Every inner product."""
 
-    def __init__(self, capacity: int, dimensions: int) -> None:
-        self._vectors = np.empty((capacity, dimensions), dtype=np.float32)
+    def __init__(self, capacity: int) -> None:
+        self._vectors = np.empty((capacity, DIMENSIONS), dtype=np.float32)
         self._count = 0
 
     def add(self, vectors: np.ndarray) -> None:
         self._vectors[self._count : self._count + len(vectors)] = vectors
         self._count += len(vectors)
 
-    def search(self, queries: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        scores = np.full((len(queries), most), -np.inf, dtype=np.float32)
-        places = np.full((len(queries), most), -1, dtype=np.int64)
-        # Some stored vectors at a time bound the memory; the best so far compete with the next ones.
-        for first in range(0, self._count, FEW):
-            part = queries @ self._vectors[first : min(first + FEW, self._count)].T
-            here = np.broadcast_to(np.arange(first, first + part.shape[1]), part.shape)
-            scores, places = _ranked(np.hstack([scores, part]), np.hstack([places, here]), most)
-        return scores, places
+    def search(self, queries: np.ndarray, most: int, floor: float, before: bool = False) -> np.ndarray:
+        """As in `_Index`; with `before`, query i finds only what was added before vector i."""
+        empty = np.empty(0, dtype=np.int64)
+        found = [(empty, empty, np.empty(0, dtype=np.float32))]
+        # Squares of products, so that memory is bounded; the best of each compete in the end.
+        for first in range(0, len(queries), _SQUARE):
+            for low in range(0, self._count, _SQUARE):
+                scores = queries[first : first + _SQUARE] @ self._vectors[low : min(low + _SQUARE, self._count)].T
+                rows, places = np.nonzero(scores >= floor)
+                if before:
+                    earlier = low + places < first + rows
+                    rows, places = rows[earlier], places[earlier]
+                rows, places, near, _ = _best(rows, places, scores[rows, places], most)
+                found.append((first + rows, low + places, near))
+        rows, places, near = (np.concatenate(column) for column in zip(*found, strict=True))
+        return _table(rows, places, near, len(queries), most)
 
 
 class _Graph:
     """FAISS's HNSW."""
 
-    def __init__(self, faiss: Any, dimensions: int) -> None:
+    def __init__(self, faiss: Any) -> None:
         self._faiss = faiss
-        self._index = faiss.IndexHNSWFlat(dimensions, 32, faiss.METRIC_INNER_PRODUCT)
+        self._index = faiss.IndexHNSWFlat(DIMENSIONS, 32, faiss.METRIC_INNER_PRODUCT)
         self._index.hnsw.efConstruction = 128
         self._index.hnsw.efSearch = 128
 
@@ -170,43 +179,50 @@ class _Graph:
         finally:
             self._faiss.omp_set_num_threads(threads)
 
-    def search(self, queries: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    def search(self, queries: np.ndarray, most: int, floor: float) -> np.ndarray:
         scores, places = self._index.search(np.ascontiguousarray(queries), most)
-        return _ranked(np.where(places < 0, -np.inf, scores).astype(np.float32), places, most)
+        rows, columns = np.nonzero((places >= 0) & (scores >= floor))
+        return _table(rows, places[rows, columns], scores[rows, columns], len(queries), most)
 
 
 def _index(search: Search, capacity: int) -> _Index:
     if search == "exact" or (search == "auto" and capacity <= FEW):
-        return _Exhaustive(capacity, DIMENSIONS)
+        return _Exhaustive(capacity)
     try:
         import faiss
     except ModuleNotFoundError:
         if search == "hnsw":
             raise
-        return _Exhaustive(capacity, DIMENSIONS)
-    return _Graph(faiss, DIMENSIONS)
+        return _Exhaustive(capacity)
+    return _Graph(faiss)
 
 
-def find_similar(windows: Windows, groups: Sequence[Hashable], targets: Sequence[int], distance: Distance, *,
-                 tau: float = TAU, neighbours: int = 8, search: Search = "auto") -> list[list[Match]]:  # fmt: skip
+def find_similar(predictions: Sequence[Distributions], starts: Sequence[Any], groups: Sequence[Hashable],
+                 targets: Sequence[int], *, window: int = WINDOW, tau: float = TAU, neighbours: int = 8,
+                 search: Search = "auto") -> list[list[Match]]:  # fmt: skip
     """Find the windows that an earlier window predicts, though their tokens differ.
 
     A window is a source only if nothing predicts it, so predictions do not chain; windows that `find_matches` has
-    covered are left out by the caller. Neighbouring windows with neighbouring sources make one match.
+    covered are left out by the caller (`open_windows`). Of the candidates within `tau` the nearest is taken, of equal
+    ones the first. Neighbouring windows with neighbouring sources make one match.
 
-    Memory is 1 KiB per window (HNSW: 1.3 KiB); time is linear up to `FEW` windows and with FAISS nearly so.
+    Memory is 1 KiB per window (HNSW: 1.3 KiB). Time grows with the square of the windows up to `FEW`, and with FAISS
+    hardly faster than linearly beyond.
 
     Parameters
     ----------
-    windows : Windows
+    predictions : sequence of Distributions
+        Per text, one row per token: what is expected after it.
+    starts : sequence of array_like
+        Per text, first tokens of its windows, ascending, without overlaps; may be empty.
     groups : sequence of hashable
         One per text: only texts of equal groups match.
     targets : sequence of int
-        Ascending indices of the texts to be predicted; windows of the others are sources only.
-    distance : callable
-        The PLT distance of pairs of windows, 0 to 1.
+        Indices of the texts to be predicted; windows of the others are sources only.
+    window : int
+        Tokens per window, 32 to 128.
     tau : float
-        Greatest distance of a match, 0.1 to 0.3.
+        Greatest PLT distance of a match, 0.1 to 0.3.
     neighbours : int
         Candidates per window from earlier texts, and as many from its own.
     search : {"auto", "exact", "hnsw"}
@@ -215,77 +231,92 @@ def find_similar(windows: Windows, groups: Sequence[Hashable], targets: Sequence
     Returns
     -------
     list of list of Match
-        One list per target, in order, without overlaps; lengths are multiples of W.
+        One list per target, in order, without overlaps; lengths are multiples of the window.
 
     Raises
     ------
     ValueError
-        If the windows are not in order, a shape is wrong, or `tau` or `neighbours` is out of range.
+        If windows are not in order or leave their text, or an argument is out of its range.
     """
-    _check(windows, groups, tau, neighbours)
-    vectors = signatures(windows.ids, windows.probabilities)
-    bounds = np.searchsorted(windows.text, np.arange(len(groups) + 1))
-    capacity: dict[Hashable, int] = {}
-    for i, group in enumerate(groups):
-        capacity[group] = capacity.get(group, 0) + int(bounds[i + 1] - bounds[i])
-    indices = {group: _index(search, most) for group, most in capacity.items()}
-    # Windows in each index, in the order in which they were added.
-    members: dict[Hashable, list[np.ndarray]] = {group: [np.empty(0, dtype=np.int64)] for group in indices}
-    floor = np.float32((1 - tau - _SLACK) * SCALE**2)
-    wanted, found = set(targets), {}
-    for i, group in enumerate(groups):
-        own = np.arange(bounds[i], bounds[i + 1])
-        if i in wanted and len(own):
-            places = _candidates(vectors, own, indices[group], np.concatenate(members[group]), neighbours, floor)
-            source = _choose(windows, own, places, distance, tau)
-            found[i] = _merged(windows, own, source)
-            own = own[source < 0]
-        indices[group].add(vectors[own])
-        members[group].append(own)
-    return [found.get(i, []) for i in targets]
-
-
-def _check(windows: Windows, groups: Sequence[Hashable], tau: float, neighbours: int) -> None:
-    text, start, ids, _ = windows
-    if not text.shape == start.shape == ids.shape[:1]:
-        raise ValueError(f"{text.shape} texts, {start.shape} starts and ids of shape {ids.shape}")
-    if len(text) and not 0 <= int(text.min()) <= int(text.max()) < len(groups):
-        raise ValueError(f"a window of a text that is not one of {len(groups)}")
-    new = np.diff(text) > 0
-    if (np.diff(text) < 0).any() or (np.diff(start)[~new] < ids.shape[1]).any():
-        raise ValueError("windows are not in order, or overlap")
+    windows = _windows(predictions, starts, groups, window)
     if not TAUS[0] <= tau <= TAUS[1]:
         raise ValueError(f"tau {tau} is not in {TAUS[0]} to {TAUS[1]}")
     if neighbours < 1:
         raise ValueError(f"{neighbours} neighbours")
+    capacity: dict[Hashable, int] = {}
+    for group, count in zip(groups, np.diff(windows.bounds).tolist(), strict=True):
+        capacity[group] = capacity.get(group, 0) + count
+    indices = {group: _index(search, most) for group, most in capacity.items()}
+    # Windows in each index, in the order in which they were added.
+    members = {group: np.empty(most, dtype=np.int64) for group, most in capacity.items()}
+    counts = dict.fromkeys(capacity, 0)
+    floor = (1 - tau - _SLACK) * SCALE**2
+    wanted, found = set(targets), {}
+    for i, group in enumerate(groups):
+        own = np.arange(windows.bounds[i], windows.bounds[i + 1])
+        vectors = signatures(predictions[i], windows.start[own], window)
+        if i in wanted and len(own):
+            places = _candidates(vectors, own, indices[group], members[group], neighbours, floor)
+            source = _choose(windows, own, places, _distances(predictions, windows, own, places, window), tau)
+            found[i] = _merged(windows, own, source, window)
+            own, vectors = own[source < 0], vectors[source < 0]
+        indices[group].add(vectors)
+        members[group][counts[group] : counts[group] + len(own)] = own
+        counts[group] += len(own)
+    return [found.get(i, []) for i in targets]
+
+
+def open_windows(tokens: int, own_from: int, matches: Sequence[Match], window: int = WINDOW) -> np.ndarray:
+    """Starts of windows that no match touches, int64: end to end from `own_from` and from each match's end on."""
+    starts = [np.empty(0, dtype=np.int64)]
+    first = own_from
+    for start, stop in [(m.start, m.start + m.length) for m in matches] + [(tokens, tokens)]:
+        starts.append(np.arange(first, start - window + 1, window, dtype=np.int64))
+        first = stop
+    return np.concatenate(starts)
+
+
+def _windows(predictions: Sequence[Distributions], starts: Sequence[Any], groups: Sequence[Hashable],
+             window: int) -> _Windows:  # fmt: skip
+    if not len(predictions) == len(starts) == len(groups):
+        raise ValueError(f"{len(predictions)} texts, {len(starts)} lists of windows, {len(groups)} groups")
+    if not WINDOWS[0] <= window <= WINDOWS[1]:
+        raise ValueError(f"window of {window} tokens is not in {WINDOWS[0]} to {WINDOWS[1]}")
+    arrays = [np.asarray(start, dtype=np.int64).reshape(-1) for start in starts]
+    if any((np.diff(array) < window).any() for array in arrays):
+        raise ValueError("windows are not in order, or overlap")
+    sizes = np.array([len(array) for array in arrays], dtype=np.int64)
+    return _Windows(np.repeat(np.arange(len(arrays)), sizes), np.concatenate([*arrays, np.empty(0, dtype=np.int64)]),
+                    np.concatenate([[0], np.cumsum(sizes)]))  # fmt: skip
 
 
 def _candidates(vectors: np.ndarray, own: np.ndarray, index: _Index, members: np.ndarray, neighbours: int,
-                floor: np.float32) -> np.ndarray:  # fmt: skip
+                floor: float) -> np.ndarray:  # fmt: skip
     """Windows that may predict each of a text's windows, int64 ``[len(own), 2 * neighbours]``, -1 for none."""
-    out = np.full((len(own), 2 * neighbours), -1, dtype=np.int64)
-    scores, places = index.search(vectors[own], neighbours)
-    near = (places >= 0) & (scores >= floor)
-    out[:, :neighbours][near] = members[places[near]]
-    scores = vectors[own] @ vectors[own].T
-    scores[np.triu_indices(len(own))] = -np.inf
-    places = np.broadcast_to(np.arange(len(own)), scores.shape)
-    scores, places = _ranked(scores, places, neighbours)
-    near = scores >= floor
-    out[:, neighbours : neighbours + scores.shape[1]][near] = own[places[near]]
-    return out
+    earlier = index.search(vectors, neighbours, floor)
+    mine = _Exhaustive(len(own))
+    mine.add(vectors)
+    same = mine.search(vectors, neighbours, floor, before=True)
+    return np.hstack([np.where(earlier < 0, -1, members[earlier]), np.where(same < 0, -1, own[same])])
 
 
-def _choose(windows: Windows, own: np.ndarray, places: np.ndarray, distance: Distance, tau: float) -> np.ndarray:
-    """The nearest free candidate of each window within `tau`, of equal ones the first; -1 for none."""
-    rows, columns = np.nonzero(places >= 0)
+def _distances(predictions: Sequence[Distributions], windows: _Windows, own: np.ndarray, places: np.ndarray,
+               window: int) -> np.ndarray:  # fmt: skip
+    """PLT distances of a text's windows to their candidates, float64 like `places`, infinite for none."""
     far = np.full(places.shape, np.inf)
-    for first in range(0, len(rows), _PAIRS):
-        at = slice(first, first + _PAIRS)
-        a, b = own[rows[at]], places[rows[at], columns[at]]
-        far[rows[at], columns[at]] = distance(
-            windows.ids[a], windows.probabilities[a], windows.ids[b], windows.probabilities[b]
-        )
+    rows, columns = np.nonzero(places >= 0)
+    others = places[rows, columns]
+    pairs = np.stack([windows.start[own[rows]], windows.start[others]], axis=1)
+    text = windows.text[others]
+    for other in np.unique(text).tolist():
+        at = text == other
+        mine = predictions[int(windows.text[own[0]])]
+        far[rows[at], columns[at]] = np.round(plt_distances(mine, predictions[other], pairs[at], window), _DIGITS)
+    return far
+
+
+def _choose(windows: _Windows, own: np.ndarray, places: np.ndarray, far: np.ndarray, tau: float) -> np.ndarray:
+    """The nearest free candidate of each window within `tau`, of equal ones the first; -1 for none."""
     source = np.full(len(own), -1, dtype=np.int64)
     for row in np.flatnonzero((far <= tau).any(axis=1)):
         choices = [
@@ -298,18 +329,17 @@ def _choose(windows: Windows, own: np.ndarray, places: np.ndarray, distance: Dis
     return source
 
 
-def _merged(windows: Windows, own: np.ndarray, source: np.ndarray) -> list[Match]:
-    width = windows.ids.shape[1]
+def _merged(windows: _Windows, own: np.ndarray, source: np.ndarray, window: int) -> list[Match]:
     matches: list[Match] = []
-    for window, other in zip(own.tolist(), source.tolist(), strict=True):
+    for mine, other in zip(own.tolist(), source.tolist(), strict=True):
         if other < 0:
             continue
-        new = Match(int(windows.text[window]), int(windows.start[window]), width, int(windows.text[other]),
+        new = Match(int(windows.text[mine]), int(windows.start[mine]), window, int(windows.text[other]),
                     int(windows.start[other]))  # fmt: skip
         if matches:
             last = matches[-1]
             if (last.start + last.length, last.source, last.source_start + last.length) == (new.start, *new[3:]):
-                matches[-1] = last._replace(length=last.length + width)
+                matches[-1] = last._replace(length=last.length + window)
                 continue
         matches.append(new)
     return matches
