@@ -55,6 +55,9 @@ def compress(
     profile: PathLike | None = None,
     external_profile: PathLike | None = None,
     target: Target | None = None,
+    near: bool = True,
+    window: int = 64,
+    tau: float = 0.2,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive, which appears whole or not at all.
@@ -68,7 +71,7 @@ def compress(
     quality : str, optional
         Tier, ``balanced`` by default with a profile and ``q4`` without; see `pltpack.codec.registry.TIERS`.
     dedup : bool
-        Store shared prefixes once.
+        Let sessions share: shared prefixes are stored once.
     block : int
         Tokens per block.
     format : str, optional
@@ -81,6 +84,12 @@ def compress(
         The same, but the archive refers to it by its digest, and needs it to be read.
     target : Target, optional
         Instead of a tier's own promise, with a profile: a KL divergence, bits per element, or bytes.
+    near : bool
+        Where sessions share, predict them from equal tokens at other places, too.
+    window : int
+        Unit of matching in tokens, 32 to 128: repeats of half of it are found.
+    tau : float
+        Distance, 0.1 to 0.3, up to which windows of other tokens are tried as predictions.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
@@ -98,7 +107,8 @@ def compress(
     """
     arrays, of = _profile(profile, external_profile)
     chosen = quality or (DEFAULT_QUALITY if arrays is None else DEFAULT_CALIBRATED)
-    settings = Settings(chosen, dedup, block, arrays, external_profile is not None, target or Target())
+    settings = Settings(chosen, dedup, block, arrays, external_profile is not None, target or Target(), near, window,
+                        tau)  # fmt: skip
     settings.check()
     place = new_target(out)
     snapshots = _snapshots(dumps, format, tokens)
@@ -119,6 +129,9 @@ def append(
     tokens: PathLike | None = None,
     profile: PathLike | None = None,
     target: Target | None = None,
+    near: bool = True,
+    window: int = 64,
+    tau: float = 0.2,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Add sessions to an archive as a new generation; the old one stays readable until the new one is committed.
@@ -135,7 +148,7 @@ def append(
     with open_for_writing(folder, _own(folder, profile, arrays)) as current:
         manifest = current.manifest
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
-                            arrays, target=target or Target())  # fmt: skip
+                            arrays, target=target or Target(), near=near, window=window, tau=tau)  # fmt: skip
         snapshots = _snapshots(dumps, format, tokens)
         _check_profile(of, snapshots[0])
         GenerationWriter(folder, current, settings, progress or quiet).add(snapshots)

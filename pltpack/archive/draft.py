@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pltpack.archive.decoding import mapped_units
 from pltpack.archive.encoding import UnitJob, split
 from pltpack.archive.library import Library
+from pltpack.archive.mapped import mapped_units, reference_values
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segments import Segment
-from pltpack.archive.sharing import Run, run_records
-from pltpack.codec.base import KeyValue
+from pltpack.archive.sharing import Role, Run, run_records
+from pltpack.codec.base import Codec, KeyValue
+from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS
 from pltpack.snapshot import Snapshot
 
 #: Per token, layer and kind, two captures of equal tokens may differ by this much (norm of difference over norm) and
@@ -31,7 +32,7 @@ class Draft:
     Attributes
     ----------
     runs : list of Run
-        Mapping rows, from position 0 on without gaps.
+        Mapping rows, in the order of the session's tokens.
 
     Parameters
     ----------
@@ -58,27 +59,55 @@ class Draft:
 
     @property
     def mapped(self) -> int:
-        """Tokens from position 0 that the mapping covers."""
-        return self.runs[-1].session_start + self.runs[-1].length if self.runs else 0
+        """Tokens that need no units but corrections."""
+        return sum(run.length for run in self.runs if run.role is not Role.NEAR)
+
+    def minor(self, codec: Codec) -> int:
+        """The least minor version of the format that knows what the shard will hold."""
+        if any(run.role is Role.NEAR for run in self.runs):
+            return MINOR_PREDICTIONS
+        return MINOR_GROUPS if codec.spans or codec.calibrated else 0
 
     def jobs(self, block: int, corrections: bool, groups: Sequence[range]) -> Iterator[UnitJob]:
-        """Unit jobs in index order: per layer group, corrections of mapped tokens if asked for, then the own ones."""
-        own = TokenRange(self.snapshot, self.mapped, len(self.snapshot))
-        for layer in groups:
-            for run in self.runs if corrections else ():
-                stop = run.session_start + run.length
-                for job in split(TokenRange(self.snapshot, run.session_start, stop), layer, block):
-                    yield dataclasses.replace(job, reference=self._mapped_values)
-            yield from split(own, layer, block)
+        """Unit jobs in index order: per layer group, what is not mapped or predicted, and corrections if asked for."""
+        pieces = self._pieces()
+        for layers in groups:
+            for tokens, run in pieces:
+                if run is not None and run.role is not Role.NEAR and not (corrections and run.role is Role.PREFIX):
+                    continue
+                if run is not None and run.role is Role.PREFIX:
+                    tokens = dataclasses.replace(tokens, boundary=0)
+                jobs = split(tokens, layers, block)
+                if run is not None:
+                    jobs = (dataclasses.replace(job, reference=self._values, promise=run.promise) for job in jobs)
+                yield from jobs
+
+    def _pieces(self) -> list[tuple[TokenRange, Run | None]]:
+        """All tokens in order, cut where a mapping row begins or ends."""
+        out: list[tuple[TokenRange, Run | None]] = []
+        at, end = 0, len(self.snapshot)
+        for run in self.runs:
+            if at < run.session_start:
+                out.append((TokenRange(self.snapshot, at, run.session_start, end - run.session_start), None))
+            out.append((TokenRange(self.snapshot, run.session_start, run.stop, end - run.stop), run))
+            at = run.stop
+        if at < end:
+            out.append((TokenRange(self.snapshot, at, end), None))
+        return out
 
     def keep_near(self, pool: ThreadPoolExecutor, progress: Callable[[int], None]) -> None:
-        """Drop the mapping from the first row on whose values are not this session's own but for kernel noise."""
-        layers = self.snapshot.identity.layers
-        for index, run in enumerate(self.runs):
-            if not all(pool.map(lambda near: near(), self._comparisons(run))):
-                self.runs = self.runs[:index]
-                return
-            progress(run.length * sum(layer.bytes_per_token for layer in layers))
+        """Drop exact prefixes from the first row on whose values are not this session's own but for kernel noise."""
+        per_token = sum(layer.bytes_per_token for layer in self.snapshot.identity.layers)
+        kept, near = [], True
+        for run in self.runs:
+            if run.role is Role.PREFIX:
+                near = near and all(pool.map(lambda near: near(), self._comparisons(run)))
+                if not near:
+                    continue
+            if run.role is not Role.NEAR:
+                progress(run.length * per_token)
+            kept.append(run)
+        self.runs = kept
 
     def _comparisons(self, run: Run) -> list[Callable[[], bool]]:
         """What a row's values must pass: one comparison a layer, or one a unit, which is decoded once."""
@@ -110,13 +139,10 @@ class Draft:
                 return False
         return True
 
-    def _mapped_values(self, layer: int, start: int, stop: int) -> KeyValue:
-        records, parts = run_records(self.runs, self._libraries), []
-        for segment, record, first, last in mapped_units(records, self._libraries, layer, start, stop):
-            at = segment.position_of(record)
-            keys, values = segment.decode_span(record)[layer - int(record["layer"])]
-            parts.append((keys[:, first - at : last - at], values[:, first - at : last - at]))
-        return np.concatenate([p[0] for p in parts], axis=1), np.concatenate([p[1] for p in parts], axis=1)
+    def _values(self, layers: range, start: int, stop: int) -> list[KeyValue]:
+        records = run_records(self.runs, self._libraries)
+        return reference_values(records, self._libraries, layers, start, stop)
+
 
 def token_error(own: KeyValue, other: KeyValue) -> float:
     """Largest relative difference of a token's vector, over keys and values, heads taken together.

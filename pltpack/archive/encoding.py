@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -13,10 +12,10 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
+from pltpack.archive.prepared import Prepared
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.sink import Sink
-from pltpack.codec.base import Codec, EncodeJob, KeyValue, Unit
-from pltpack.errors import PromiseError
+from pltpack.codec.base import EncodeJob, KeyValue, Unit
 from pltpack.format import tables
 from pltpack.format.container import ContainerWriter
 from pltpack.snapshot import LayerGeometry, Snapshot
@@ -26,7 +25,14 @@ UNIT_TOKENS = 256
 #: Raw bytes that a thread encodes before it hands over what it has, unless one unit is larger.
 GROUP_BYTES = 1 << 22
 
+#: A prediction that takes more than this part of what the unit would take without it is compared with just that.
+DOUBT = 0.85
+#: One that takes more than this part in a trial is not tried again.
+HOPELESS = 1.05
+
 Progress = Callable[[str, int, int], None]
+#: Gives what the mapping table says of layers' tokens ``[start, stop)``.
+Mapped = Callable[[range, int, int], list[KeyValue]]
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -45,6 +51,28 @@ def in_order(work: Callable[[In], Out], items: Iterable[In], pool: ThreadPoolExe
     finally:
         for future in waiting:
             future.cancel()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Promise:
+    """What a trial found of a match.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        First layers of the layer groups that were tried, ascending.
+    predicted, plain : tuple of float
+        Bytes a token, with the prediction and without.
+    """
+
+    layers: tuple[int, ...]
+    predicted: tuple[float, ...]
+    plain: tuple[float, ...]
+
+    def of(self, layer: int) -> tuple[float, float]:
+        """Bytes a token with the prediction and without, in the nearest layer group that was tried."""
+        nearest = min(range(len(self.layers)), key=lambda i: abs(self.layers[i] - layer))
+        return self.predicted[nearest], self.plain[nearest]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +104,9 @@ class UnitJob:
     base: int = 0
     boundary: int = 0
     node: int = tables.NO_NODE
-    reference: Callable[[int, int, int], KeyValue] | None = None
+    reference: Mapped | None = None
     layers: int = 1
+    promise: Promise | None = None
 
     @property
     def geometries(self) -> tuple[LayerGeometry, ...]:
@@ -88,6 +117,26 @@ class UnitJob:
     def raw_bytes(self) -> int:
         """Raw bytes of the unit's values."""
         return (self.stop - self.start) * sum(layer.bytes_per_token for layer in self.geometries)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the trial says that the mapped values do not help."""
+        if self.promise is None:
+            return False
+        predicted, plain = self.promise.of(self.layer)
+        return predicted > HOPELESS * plain
+
+    def mapped(self) -> list[KeyValue] | None:
+        """The mapped values of its layers, if they may help."""
+        if self.reference is None or self.hopeless:
+            return None
+        return self.reference(range(self.layer, self.layer + self.layers), self.start, self.stop)
+
+    def doubtful(self, payload: bytes) -> bool:
+        """Whether what was coded with mapped values may take less without them."""
+        if self.promise is None or self.hopeless:
+            return False
+        return len(payload) > DOUBT * self.promise.of(self.layer)[1] * (self.stop - self.start)
 
 
 def split(
@@ -119,7 +168,8 @@ class UnitWriter:
     container : ContainerWriter
         Opened by `sink`.
     sink : Sink
-    codec : Codec
+    prepared : Prepared
+        Of the codec.
     state : int
         Index of the codec's state in the container's list.
     pool : ThreadPoolExecutor
@@ -131,17 +181,16 @@ class UnitWriter:
         self,
         container: ContainerWriter,
         sink: Sink,
-        codec: Codec,
+        prepared: Prepared,
         state: int,
         pool: ThreadPoolExecutor,
         measure: bool = False,
     ) -> None:
-        self._container, self._sink, self._codec, self._state, self._pool = container, sink, codec, state, pool
-        self._measure = measure and not codec.exact
+        self._container, self._sink, self._state, self._pool = container, sink, state, pool
+        self._prepared, self._codec = prepared, prepared.codec
+        self._measure = measure and not self._codec.exact
         self._records: list[tuple[int | float, ...]] = []
         self._offset = 0
-        self._preparing = threading.Lock()
-        self._ready: tuple[Snapshot, int, Codec] | None = None
 
     def __len__(self) -> int:
         return len(self._records)
@@ -167,33 +216,35 @@ class UnitWriter:
         if self._codec.spans:
             return [self._encode_span(job) for job in group]
         work = [_load(job) for job in group]
-        payloads = iter(self._codec.encode_many([job for job in work if job is not None]))
-        return [self._encoded(job, given, None if given is None else next(payloads))
-                for job, given in zip(group, work, strict=True)]  # fmt: skip
+        found = iter(self._codec.encode_many([given for given in work if given is not None]))
+        payloads = [None if given is None else next(found) for given in work]
+        again = [index for index, payload in enumerate(payloads)
+                 if payload is not None and group[index].doubtful(payload)]  # fmt: skip
+        plain = {index: given._replace(reference=None) for index in again if (given := work[index]) is not None}
+        for (index, given), payload in zip(plain.items(), self._codec.encode_many([*plain.values()]), strict=True):
+            if len(payload) <= len(payloads[index] or b""):
+                work[index], payloads[index] = given, payload
+        return [self._encoded(*found) for found in zip(group, work, payloads, strict=True)]
 
     def _encode_span(self, job: UnitJob) -> Encoded:
         layers = range(job.layer, job.layer + job.layers)
         arrays = [job.snapshot.layer(layer, job.start, job.stop) for layer in layers]
         unit = Unit(job.layer, job.geometries[0], job.start, job.stop - job.start, job.boundary, job.geometries)
-        payload = self._prepared(job.snapshot, job.stop + job.boundary).encode_span(unit, arrays)
+        codec = self._prepared.of(job.snapshot, job.stop + job.boundary)
+        reference = job.mapped()
+        payload = codec.encode_span(unit, arrays, reference)
+        if reference is not None and job.doubtful(payload):
+            plain = codec.encode_span(unit, arrays)
+            if len(plain) <= len(payload):
+                payload, reference = plain, None
         error = 0.0
         if self._measure:
             decoded = [(np.empty_like(keys, order="C"), np.empty_like(values, order="C")) for keys, values in arrays]
             self._codec.decode_span(memoryview(payload), unit, decoded)
             error = max(relative_error(mine, again) for mine, again in zip(arrays, decoded, strict=True))
         record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, unit.tokens,
-                  job.layer, job.layers, self._state, 0, job.node)  # fmt: skip
+                  job.layer, job.layers, self._state, _flags(reference), job.node)  # fmt: skip
         return Encoded(payload, record, min(error, 3e38), job.raw_bytes)
-
-    def _prepared(self, snapshot: Snapshot, cut: int) -> Codec:
-        """The codec for a session; the last one is kept, as jobs come session by session."""
-        with self._preparing:
-            if self._ready is None or self._ready[0] is not snapshot or self._ready[1] != cut:
-                try:
-                    self._ready = (snapshot, cut, self._codec.prepare(snapshot, (cut,)))
-                except ValueError as error:
-                    raise PromiseError(f"session {snapshot.session!r}: {error}", snapshot.origin) from None
-            return self._ready[2]
 
     def _encoded(self, job: UnitJob, given: EncodeJob | None, payload: bytes | None) -> Encoded:
         if given is None or payload is None:
@@ -203,9 +254,8 @@ class UnitWriter:
             decoded = np.empty_like(given.keys, order="C"), np.empty_like(given.values, order="C")
             self._codec.decode(memoryview(payload), given.unit, *decoded, given.reference)
             error = relative_error((given.keys, given.values), decoded)
-        flags = 0 if job.reference is None else tables.FLAG_REFERENCE
         record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, given.unit.tokens,
-                  job.layer, 1, self._state, flags, job.node)  # fmt: skip
+                  job.layer, 1, self._state, _flags(given.reference), job.node)  # fmt: skip
         return Encoded(payload, record, min(error, 3e38), job.raw_bytes)
 
 
@@ -261,15 +311,20 @@ def _groups(jobs: Iterable[UnitJob]) -> Iterator[list[UnitJob]]:
 
 
 def _load(job: UnitJob) -> EncodeJob | None:
-    """A job's arrays, or None if they equal the reference bit by bit."""
+    """A job's arrays, or None if it is a correction and nothing is to be corrected."""
     keys, values = job.snapshot.layer(job.layer, job.start, job.stop)
     unit = Unit(job.layer, job.snapshot.identity.layers[job.layer], job.start, job.stop - job.start, job.boundary)
-    if job.reference is None:
+    mapped = job.mapped()
+    if mapped is None:
         return EncodeJob(unit, keys, values)
-    reference = job.reference(job.layer, job.start, job.stop)
-    if same_bits(keys, reference[0]) and same_bits(values, reference[1]):
+    (reference,) = mapped
+    if job.promise is None and same_bits(keys, reference[0]) and same_bits(values, reference[1]):
         return None
     return EncodeJob(unit, keys, values, reference)
+
+
+def _flags(reference: object) -> int:
+    return 0 if reference is None else tables.FLAG_REFERENCE
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

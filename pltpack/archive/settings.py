@@ -12,6 +12,9 @@ from pltpack.errors import PromiseError, UnsupportedError
 
 #: What was written may be larger than its target by this share.
 TOLERANCE = 0.03
+#: Range of the window in tokens, and of tau.
+WINDOWS = (32, 128)
+TAUS = (0.1, 0.3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +138,12 @@ class Settings:
         Whether the library names the profile by its digest only.
     target : Target
         What to aim at instead of the tier's promise.
+    near : bool
+        Whether sessions that share are also predicted from equal and similar tokens at other places.
+    window : int
+        Unit of matching in tokens, 32 to 128: repeats of half of it are found.
+    tau : float
+        PLT distance, 0.1 to 0.3, up to which windows of other tokens are tried as predictions.
     """
 
     quality: str
@@ -143,11 +152,18 @@ class Settings:
     profile: State | None = None
     external: bool = False
     target: Target = Target()
+    near: bool = True
+    window: int = 64
+    tau: float = 0.2
 
     def check(self) -> None:
         """Refuse settings out of range."""
         if not 1 <= self.block <= 4096:
             raise UnsupportedError(f"block of {self.block} tokens (allowed: 1 to 4096)")
+        if not WINDOWS[0] <= self.window <= WINDOWS[1]:
+            raise UnsupportedError(f"window of {self.window} tokens (allowed: {WINDOWS[0]} to {WINDOWS[1]})")
+        if not TAUS[0] <= self.tau <= TAUS[1]:
+            raise UnsupportedError(f"distance tau of {self.tau:g} (allowed: {TAUS[0]} to {TAUS[1]})")
         self.codec()
 
     def codec(self, volume: Volume | None = None, scale: float = 1.0) -> Codec:

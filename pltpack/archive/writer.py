@@ -6,7 +6,6 @@ Everything is written beside what exists and becomes visible by the manifest alo
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,39 +13,33 @@ from pathlib import Path
 
 import numpy as np
 
+from pltpack.archive.captured import shard_tensors
 from pltpack.archive.draft import Draft
-from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, split, write_all
-from pltpack.archive.files import container_metadata, header_reserve, next_library, session_entry, shard_path
+from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, write_all
+from pltpack.archive.files import container_metadata, header_reserve, session_entry, shard_path
 from pltpack.archive.library import Library
-from pltpack.archive.profiles import digest
+from pltpack.archive.near import add_near
+from pltpack.archive.places import Places, keeps
+from pltpack.archive.prepared import Prepared
 from pltpack.archive.reader import Archive
-from pltpack.archive.sampling import JobSamples, TokenRange
+from pltpack.archive.sampling import TokenRange
+from pltpack.archive.segment_writer import Output, write_library
 from pltpack.archive.segments import dumps_json
 from pltpack.archive.settings import TOLERANCE, MissedError, Settings, Volume
-from pltpack.archive.sharing import NewNode, Run, Sharing, run_records, share
+from pltpack.archive.sharing import Role, Sharing, prefix_end, run_records, share
 from pltpack.archive.sink import Sink
 from pltpack.archive.volume import expected
-from pltpack.codec.base import Codec, State
+from pltpack.codec.base import Codec
 from pltpack.codec.profile import Profile
 from pltpack.errors import ConflictError, DumpError, UnsupportedError
-from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import ContainerInfo
-from pltpack.format.manifest import SHARDS, FileEntry, Manifest
+from pltpack.format.manifest import SHARDS, FileEntry, Manifest, SessionEntry
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot, token_ids
 
 #: Attempts to meet a target.
 _TRIES = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class _CodecPlace:
-    """A started codec and where its state is: library None is the segment being written."""
-
-    codec: Codec
-    library: Library | None
-    state: int
 
 
 class GenerationWriter:
@@ -120,23 +113,40 @@ class GenerationWriter:
         self._encoded = self._payload = self._bytes = 0
 
     def _add(self, snapshots: Sequence[Snapshot], identity: Identity, pool: ThreadPoolExecutor) -> Manifest:
-        tier = self._settings.codec(scale=self._scale)
+        settings, tier = self._settings, self._settings.codec(scale=self._scale)
+        places = Places(self._libraries, settings)
         sharing = Sharing([], [[] for _ in snapshots])
-        if self._settings.dedup:
-            sharing = share(self._archive, snapshots, self._settings.block,
-                            lambda library, node: _keeps(library, node, tier))  # fmt: skip
-        tier = self._settings.codec(self._volume(identity, snapshots, sharing, tier), self._scale)
-        place = self._find_codec(tier)
-        shared = [runs[-1].session_start + runs[-1].length if runs else 0 for runs in sharing.runs]
-        total = sum(_raw(n.owner, n.position, n.stop) for n in sharing.nodes)
-        self._total = total + sum(_raw(s, 0, len(s)) for s in snapshots)
-        self._done = 0
+        if settings.dedup:
+            sharing = share(self._archive, snapshots, settings.block, lambda library, node: keeps(library, node, tier))
+        tier = settings.codec(self._volume(identity, snapshots, sharing, tier, places), self._scale)
+        self._expect(snapshots, sharing)
+        place = places.find(tier) or places.start(
+            tier, _ranges(snapshots, sharing), identity, lambda: self._progress("learn", 0, self._total)
+        )
+        prepared = Prepared(place.codec)
+        if settings.dedup and settings.near:
+            self._progress("match", 0, self._total)
+            sharing = add_near(sharing, self._archive, snapshots, settings, place, prepared, pool)
+            self._expect(snapshots, sharing)
+        output = Output(self._folder, identity, settings.block, self._libraries, place, prepared, self._sink, pool,
+                        self._advance)  # fmt: skip
         new_entry = None
-        if place is None or sharing.nodes:
-            ranges = [TokenRange(n.owner, n.position, n.stop) for n in sharing.nodes]
-            ranges += [TokenRange(s, start, len(s)) for s, start in zip(snapshots, shared, strict=True)]
-            new_entry, place = self._write_library(sharing.nodes, ranges, place, tier, identity, pool)
-        assert place is not None
+        if place.library is None or sharing.nodes:
+            self._opened, info = write_library(output, sharing.nodes)
+            new_entry = self._opened.entry
+            self._encoded += sum(node.stop - node.position for node in sharing.nodes)
+            self._payload += info.payload_bytes
+            self._bytes += info.size - place.packed.nbytes
+        entries = self._shards(snapshots, sharing, output)
+        return self._commit(identity, new_entry, entries)
+
+    def _expect(self, snapshots: Sequence[Snapshot], sharing: Sharing) -> None:
+        """How much raw data will be gone through."""
+        shared = sum(_raw(node.owner, node.position, node.stop) for node in sharing.nodes)
+        self._total = shared + sum(_raw(s, 0, len(s)) for s in snapshots)
+        self._done = 0
+
+    def _shards(self, snapshots: Sequence[Snapshot], sharing: Sharing, output: Output) -> list[SessionEntry]:
         owners = [node.owner for node in sharing.nodes]
         written: dict[UnitWriter, Callable[[], Future[ContainerInfo]]] = {}
         places: list[Path] = []
@@ -145,20 +155,23 @@ class GenerationWriter:
         def shards() -> Iterator[tuple[UnitWriter, Iterable[UnitJob]]]:
             for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
                 mine = [dataclasses.replace(r, library=r.library or self._opened) for r in runs]
-                path, writer, jobs, commit = self._shard(snapshot, mine, owners, place, identity, pool)
+                draft = Draft(snapshot, mine, self._libraries, self._opened, owners)
+                path, writer, jobs, commit = self._shard(draft, output)
                 places.append(path)
                 written[writer] = commit
                 yield writer, jobs
 
-        write_all(shards(), pool, self._advance, lambda writer: infos.append(written.pop(writer)()))
+        write_all(shards(), output.pool, self._advance, lambda writer: infos.append(written.pop(writer)()))
         # In the order of writing, so that the first error is the one that is told.
         self._sink.finish()
         self._payload += sum(info.result().payload_bytes for info in infos)
         self._bytes += sum(info.result().size for info in infos)
-        entries = [
+        return [
             session_entry(path, info.result(), snapshot.session, len(snapshot), snapshot.identity.salt)
             for snapshot, path, info in zip(snapshots, places, infos, strict=True)
         ]
+
+    def _commit(self, identity: Identity, library: FileEntry | None, entries: Sequence[SessionEntry]) -> Manifest:
         old = self._archive.manifest if self._archive else None
         manifest = Manifest(
             generation=old.generation + 1 if old else 1,
@@ -166,7 +179,7 @@ class GenerationWriter:
             block=self._settings.block,
             quality=old.quality if old else self._settings.quality,
             dedup=old.dedup if old else self._settings.dedup,
-            libraries=(*(old.libraries if old else ()), *([new_entry] if new_entry else ())),
+            libraries=(*(old.libraries if old else ()), *([library] if library else ())),
             sessions=(*(old.sessions if old else ()), *entries),
         )
         before = len(old.to_bytes()) if old else 0
@@ -176,12 +189,12 @@ class GenerationWriter:
         return manifest
 
     def _volume(
-        self, identity: Identity, snapshots: Sequence[Snapshot], sharing: Sharing, tier: Codec
+        self, identity: Identity, snapshots: Sequence[Snapshot], sharing: Sharing, tier: Codec, places: Places
     ) -> Volume | None:
         """What is to be written, if the target is a size."""
         if self._settings.target.size is None:
             return None
-        groups = len(Profile(self._find_profile(tier)[0], identity.layers).groups)
+        groups = len(Profile(places.profile(tier)[0], identity.layers).groups)
         return expected(identity, snapshots, sharing, groups, self._archive is None)
 
     def _check(self, snapshots: Sequence[Snapshot]) -> Identity:
@@ -211,134 +224,27 @@ class GenerationWriter:
             seen.add(snapshot.session)
         return identity
 
-    def _find_codec(self, tier: Codec) -> _CodecPlace | None:
-        given = None if self._settings.profile is None or not tier.calibrated else digest(self._settings.profile)
-        for library in reversed(self._libraries):
-            for state in range(len(library.states)):
-                if given is not None and library.profile_digest(state) != given:
-                    continue
-                if library.state_entry(state) == (tier.codec_id, tier.get_config()):
-                    return _CodecPlace(library.codec(state), library, state)
-        return None
-
-    def _find_profile(self, tier: Codec) -> tuple[State, bool]:
-        """A profile for a new codec state, and whether the archive can do without another copy of it."""
-        held = [
-            (library, state)
-            for library in self._libraries
-            for state in range(len(library.states))
-            if library.profile_digest(state) is not None
-        ]
-        given = self._settings.profile
-        if given is not None:
-            wanted = digest(given)
-            return given, self._settings.external or any(lib.profile_digest(state) == wanted for lib, state in held)
-        if held:
-            library, state = held[-1]
-            return library.state(state), True
-        raise UnsupportedError(f"tier {self._settings.quality!r} needs a profile (make one with pltpack calibrate)")
-
     def _advance(self, raw_bytes: int) -> None:
         self._done += raw_bytes
         self._progress("encode", self._done, self._total)
 
-    def _write_library(
-        self,
-        nodes: Sequence[NewNode],
-        ranges: Sequence[TokenRange],
-        place: _CodecPlace | None,
-        tier: Codec,
-        identity: Identity,
-        pool: ThreadPoolExecutor,
-    ) -> tuple[FileEntry, _CodecPlace]:
-        # The segment carries its own copy of the state, so that it can be decoded, exported and compacted alone; of a
-        # profile, which is large, its digest if another segment has the arrays.
-        entry: dict[str, object] = {"codec": tier.codec_id, "config": tier.get_config()}
-        if place is None and tier.calibrated:
-            arrays, embedded = self._find_profile(tier)
-            entry["profile"] = digest(arrays)
-            packed = np.empty(0, np.uint8) if embedded else state_format.pack(arrays)
-            try:
-                tier.start(arrays, identity)
-            except ValueError as error:
-                raise UnsupportedError(f"the profile does not serve these sessions: {error}") from None
-            codec = tier
-        elif place is None:
-            self._progress("learn", 0, self._total)
-            arrays = tier.learn(JobSamples(ranges), identity)
-            packed = state_format.pack(arrays)
-            tier.start(state_format.unpack(packed), identity)
-            codec = tier
-        else:
-            assert place.library is not None
-            profile = place.library.profile_digest(place.state)
-            packed = place.library.container.array(f"codec.state.{place.state}", "U8")
-            if profile is not None:
-                entry["profile"], packed = profile, np.empty(0, np.uint8)
-            codec = place.codec
-        path = next_library(self._folder, self._libraries)
-        salts = sorted({n.owner.identity.salt for n in nodes}, key=lambda s: (s is not None, s))
-        others = [lib for lib in self._libraries if any(n.parent and n.parent.library is lib for n in nodes)]
-        metadata = {
-            **container_metadata("library", identity, codec.spans or codec.calibrated),
-            "states": dumps_json([entry]),
-            "libraries": dumps_json([lib.entry.head_sha256 for lib in others]),
-            "salts": dumps_json(salts),
-        }
-        container = self._sink.open(path, header_reserve(metadata))
-        writer = UnitWriter(container, self._sink, codec, 0, pool, measure=True)
-        records = []
-        offset = 0
-        for index, node in enumerate(nodes):
-            first = len(writer)
-            tokens = TokenRange(node.owner, node.position, node.stop)
-            groups = codec.layer_groups(len(identity.layers))
-            jobs = (split(tokens, layers, self._settings.block, node.position, index) for layers in groups)
-            writer.write(itertools.chain.from_iterable(jobs), self._advance)
-            parent = _parent(node.parent, others)
-            records.append((offset, *parent, node.position, node.stop - node.position, node.visits, first,
-                            len(writer) - first, salts.index(node.owner.identity.salt)))  # fmt: skip
-            offset += node.stop - node.position
-        parts = [np.empty(0, np.int32), *(n.owner.tokens[n.position : n.stop] for n in nodes)]
-        info = self._sink.place(
-            container,
-            {
-                "unit.index": writer.table(),
-                "trie.nodes": tables.as_bytes(np.array(records, tables.NODE)),
-                "trie.tokens": np.concatenate(parts),
-                "codec.state.0": packed,
-            },
-            metadata,
-        )
-        self._encoded += sum(node.stop - node.position for node in nodes)
-        self._payload += info.payload_bytes
-        self._bytes += info.size - packed.nbytes
-        written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
-        self._opened = Library(self._folder, written, identity, lambda _: codec_state(codec))
-        self._libraries.append(self._opened)
-        return written, place or _CodecPlace(codec, self._opened, 0)
-
     def _shard(
-        self,
-        snapshot: Snapshot,
-        runs: list[Run],
-        owners: Sequence[Snapshot],
-        place: _CodecPlace,
-        identity: Identity,
-        pool: ThreadPoolExecutor,
+        self, draft: Draft, output: Output
     ) -> tuple[Path, UnitWriter, Iterable[UnitJob], Callable[[], Future[ContainerInfo]]]:
         """A new session's shard: its path, its open writer, the jobs for it, and what commits it after them."""
+        place, snapshot, identity = output.place, draft.snapshot, output.identity
         library = place.library or self._opened
         assert library is not None
         path = shard_path(self._folder, snapshot.session, self._paths)
         self._paths.add(path)
-        draft = Draft(snapshot, runs, self._libraries, self._opened, owners)
-        if not place.codec.exact:
-            draft.keep_near(pool, self._advance)
+        if place.codec.exact:
+            self._advance(sum(_raw(snapshot, r.session_start, r.stop) for r in draft.runs if r.role is Role.SOURCE))
+        else:
+            draft.keep_near(output.pool, self._advance)
         self._encoded += len(snapshot) - draft.mapped
         used = [lib for lib in self._libraries if lib is library or any(r.library is lib for r in draft.runs)]
         metadata = {
-            **container_metadata("shard", identity, place.codec.spans or place.codec.calibrated),
+            **container_metadata("shard", identity, draft.minor(place.codec)),
             "session": snapshot.session,
             "libraries": dumps_json([lib.entry.head_sha256 for lib in used]),
             "states": dumps_json([[used.index(library), place.state]]),
@@ -346,7 +252,7 @@ class GenerationWriter:
         if snapshot.identity.salt is not None:
             metadata["salt"] = snapshot.identity.salt
         container = self._sink.open(path, header_reserve(metadata))
-        writer = UnitWriter(container, self._sink, place.codec, 0, pool)
+        writer = UnitWriter(container, self._sink, output.prepared, 0, output.pool)
         groups = place.codec.layer_groups(len(identity.layers))
         jobs = draft.jobs(self._settings.block, corrections=place.codec.exact, groups=groups)
 
@@ -355,28 +261,17 @@ class GenerationWriter:
                 "tokens": np.ascontiguousarray(snapshot.tokens, np.int32),
                 "map": tables.as_bytes(run_records(draft.runs, used)),
                 "unit.index": writer.table(),
+                **shard_tensors(snapshot),
             }
             return self._sink.commit(container, found, metadata)
 
         return path, writer, jobs, commit
 
 
-def codec_state(codec: Codec) -> State:
-    """The profile of a started codec."""
-    profile = getattr(codec, "profile", None)
-    if profile is None:
-        raise UnsupportedError(f"codec {codec.codec_id!r} has no profile")
-    found: State = profile.arrays
-    return found
-
-
-def _keeps(library: Library, node: int, tier: Codec) -> bool:
-    """Whether sessions of a tier may map to a node: its codec is exact or the tier's own."""
-    for state in np.unique(library.units_of(node)["state"]):
-        entry = library.state_entry(int(state))
-        if entry != (tier.codec_id, tier.get_config()) and not library.codec(int(state)).exact:
-            return False
-    return True
+def _ranges(snapshots: Sequence[Snapshot], sharing: Sharing) -> list[TokenRange]:
+    """What is encoded, exact prefixes once."""
+    ranges = [TokenRange(n.owner, n.position, n.stop) for n in sharing.nodes]
+    return ranges + [TokenRange(s, prefix_end(runs), len(s)) for s, runs in zip(snapshots, sharing.runs, strict=True)]
 
 
 def _per_token(identity: Identity) -> int:
@@ -385,9 +280,3 @@ def _per_token(identity: Identity) -> int:
 
 def _raw(snapshot: Snapshot, start: int, stop: int) -> int:
     return (stop - start) * sum(layer.bytes_per_token for layer in snapshot.identity.layers)
-
-
-def _parent(parent: Run | None, others: list[Library]) -> tuple[int, int]:
-    if parent is None:
-        return 0, tables.NO_NODE
-    return (0 if parent.library is None else 1 + others.index(parent.library)), parent.node

@@ -1,0 +1,117 @@
+"""Near windows: sessions are predicted from equal tokens at other places, which move to the library if need be.
+
+Matches of tokens (`pltpack.trie.matching`) are tried before anything is written. Those that pay for their rows, and for
+the nodes that must be made for them, become mapping rows (docs/reuse.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pltpack.archive.encoding import in_order
+from pltpack.archive.files import container_metadata, header_reserve
+from pltpack.archive.library import Library
+from pltpack.archive.mapped import movable
+from pltpack.archive.places import CodecPlace
+from pltpack.archive.prepared import Prepared
+from pltpack.archive.promotion import Candidate, promote, worth
+from pltpack.archive.reader import Archive
+from pltpack.archive.settings import Settings
+from pltpack.archive.sharing import Sharing, prefix_end
+from pltpack.archive.tails import find_tails, fitting
+from pltpack.archive.trial import Text, Trial
+from pltpack.format import tables
+from pltpack.snapshot import Snapshot
+from pltpack.trie.matching import Match, find_matches
+
+#: Bytes that a cut costs in each layer group besides the unit's record: heads of streams, tables.
+CUT_BYTES = 192
+
+
+def add_near(
+    sharing: Sharing,
+    archive: Archive | None,
+    snapshots: Sequence[Snapshot],
+    settings: Settings,
+    place: CodecPlace,
+    prepared: Prepared,
+    pool: ThreadPoolExecutor,
+) -> Sharing:
+    """Add to what new sessions share what they can be predicted from.
+
+    Parameters
+    ----------
+    sharing : Sharing
+        Exact prefixes.
+    archive : Archive or None
+        The present generation.
+    snapshots : sequence of Snapshot
+        The new sessions.
+    settings : Settings
+    place : CodecPlace
+    prepared : Prepared
+    pool : ThreadPoolExecutor
+
+    Returns
+    -------
+    Sharing
+        `sharing` itself if nothing pays.
+    """
+    texts = _texts(sharing, archive.libraries if archive is not None else [], snapshots)
+    first, layers = len(texts) - len(snapshots), len(snapshots[0].identity.layers)
+    cut = len(place.codec.layer_groups(layers)) * (tables.UNIT.itemsize + CUT_BYTES)
+    trial = Trial(prepared, layers)
+
+    def attempt(match: Match) -> Candidate:
+        promise, saved = trial(snapshots[match.session - first], match, texts[match.source])
+        return Candidate(match, promise, saved - 2 * cut - tables.RUN.itemsize)
+
+    # Matches of one source follow each other, so that it is decoded once.
+    matches = sorted(_matches(texts, first, settings.window), key=lambda match: (match.source, match.source_start))
+    tried = [candidate for candidate in in_order(attempt, matches, pool) if candidate.gain > 0]
+
+    def weigh(match: Match) -> Candidate:
+        saved = trial.plain(snapshots[match.session - first], match.start, match.length)
+        return Candidate(match, None, saved - 2 * cut - tables.RUN.itemsize)
+
+    tails = fitting(find_tails(archive, sharing, snapshots, texts), [candidate.match for candidate in tried])
+    tried += [candidate for candidate in in_order(weigh, tails, pool) if candidate.gain > 0]
+    fixed = 0 if place.library is None or sharing.nodes else _segment_bytes(place)
+    node_bytes = 2 * cut + tables.NODE.itemsize + tables.RUN.itemsize
+    kept = worth(tried, range(first, len(texts)), node_bytes, fixed)
+    return promote(sharing, texts, snapshots, kept) if kept else sharing
+
+
+def _texts(sharing: Sharing, libraries: Sequence[Library], snapshots: Sequence[Snapshot]) -> list[Text]:
+    """Nodes of the library, those to be written, and the new sessions."""
+    texts = []
+    for library in libraries:
+        for index, node in enumerate(library.nodes):
+            offset = int(node["token_offset"])
+            tokens, salt = library.tokens[offset : offset + int(node["length"])], library.salts[node["tenant"]]
+            texts.append(Text(tokens, salt, library.identity, int(node["position"]), library=library, node=index))
+    for index, new in enumerate(sharing.nodes):
+        tokens, of = new.owner.tokens[new.position : new.stop], new.owner.identity
+        texts.append(Text(tokens, of.salt, of, new.position, node=index, snapshot=new.owner, cut=new.stop))
+    for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
+        of = snapshot.identity
+        texts.append(Text(snapshot.tokens, of.salt, of, own_from=prefix_end(runs), snapshot=snapshot,
+                          cut=len(snapshot)))  # fmt: skip
+    return texts
+
+
+def _matches(texts: Sequence[Text], first: int, window: int) -> list[Match]:
+    found = find_matches([text.tokens for text in texts], [text.salt for text in texts], range(first, len(texts)),
+                         [text.own_from for text in texts], window=window)  # fmt: skip
+    matches = [match for each in found for match in each]
+    if movable(texts[first].identity):
+        return matches
+    return [match for match in matches if texts[match.source].position + match.source_start == match.start]
+
+
+def _segment_bytes(place: CodecPlace) -> int:
+    """What a library segment takes that holds a copy of the state and no units."""
+    assert place.library is not None
+    about = container_metadata("library", place.library.identity)
+    return place.packed.nbytes + header_reserve(about) + 512
