@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pltpack_cli.options import archive_argument, json_option, profile_option
-from pltpack_cli.output import count, number, plain, print_json, size
+from pltpack_cli.options import PATH, archive_argument, json_option, profile_option
+from pltpack_cli.output import count, number, plain, print_json, print_rich, size
+from pltpack_cli.trie import print_trie, trie_of, with_sessions, write_svg
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -20,28 +20,60 @@ if TYPE_CHECKING:
 @click.command(short_help="Show what an archive holds, as a tree.")
 @archive_argument
 @click.option("--session", "sessions", multiple=True, metavar="ID", help="Only this session; may be repeated.")
+@click.option("--trie", is_flag=True, help="Draw the trie: what sessions share, how probable it is, what it saves.")
+@click.option("--svg", type=PATH, metavar="FILE", help="With --trie: write the drawing to an SVG file.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="With --trie: draw at most N nodes, those that save and take most.",
+)
+@click.option(
+    "--tokenizer",
+    type=PATH,
+    metavar="DIR",
+    help="With --trie: show tokens as text; a tokenizer.json, or the folder that it is in.",
+)
 @profile_option
 @json_option
-def inspect(archive: Path, sessions: tuple[str, ...], profile: Path | None, as_json: bool) -> None:
-    """Show what an archive holds: identity, library segments, sessions with sizes, codec and mapping table."""
+def inspect(
+    archive: Path, sessions: tuple[str, ...], trie: bool, svg: Path | None, limit: int, tokenizer: Path | None,
+    profile: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Show what an archive holds: identity, library segments, sessions with sizes, codec and mapping table.
+
+    With --trie, instead, the tree of what sessions share: nodes of the library and the sessions behind them, each with
+    the probability of its first token, the information of all its tokens, visits, and the bytes that sharing it saves.
+    """
     import pltpack
     from pltpack.errors import NotFoundError
 
+    if not trie and (svg is not None or tokenizer is not None):
+        raise click.UsageError("--svg and --tokenizer need --trie")
     with pltpack.open(archive, profile=profile) as opened:
         for session in sessions:
             if session not in opened.sessions:
                 raise NotFoundError(f"no session {session!r}", archive)
-        description = opened.describe()
-    if sessions:
+        description = opened.describe() if as_json or not trie else None
+        view = trie_of(opened, tokenizer) if trie else None
+    if description is not None and sessions:
         description["sessions"] = [entry for entry in description["sessions"] if entry["session"] in sessions]
-    if as_json:
-        print_json(description)
-    else:
+    if view is not None:
+        if sessions:
+            view["nodes"] = with_sessions(view["nodes"], sessions)
+        if svg is not None:
+            write_svg(view, limit, str(archive), svg)
+    if description is not None and as_json:
+        print_json(description if view is None else {**description, "trie": view})
+    elif view is not None:
+        print_trie(view, limit, str(archive))
+    elif description is not None:
         _print_tree(description)
 
 
 def _print_tree(description: Mapping[str, Any]) -> None:
-    from rich.console import Console
     from rich.text import Text
     from rich.tree import Tree
 
@@ -69,11 +101,7 @@ def _print_tree(description: Mapping[str, Any]) -> None:
     sessions = add(root, "sessions", f"{part}{count(stats['sessions'], 'session')}, {count(stats['tokens'], 'token')}")
     for entry in shown:
         _add_session(add, sessions, entry)
-    # A reader of a file or a pipe wants whole lines; rich itself would end the program on a closed pipe.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
-    with console.capture() as captured:
-        console.print(root)
-    click.echo(captured.get(), nl=False)
+    print_rich(root)
 
 
 def _add_library(add: Callable[..., Tree], parent: Tree, segment: Mapping[str, Any]) -> None:

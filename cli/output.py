@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -84,3 +85,14 @@ def print_stats(stats: Mapping[str, Any], archive: object) -> None:
         ("bits/element", number(stats["bits_per_element"], 3)),
         ("dedup hit rate", number(100 * stats["dedup_hit_rate"], 1, " %")),
     ])  # fmt: skip
+
+
+def print_rich(renderable: Any) -> None:
+    """Print what rich draws: as wide as the terminal, in whole lines to a file or a pipe."""
+    from rich.console import Console
+
+    # rich itself would end the program on a closed pipe.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    with console.capture() as captured:
+        console.print(renderable)
+    click.echo(captured.get(), nl=False)

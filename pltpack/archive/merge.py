@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pltpack.archive.captured import kept_tensors
 from pltpack.archive.files import container_metadata, header_reserve, session_entry
 from pltpack.archive.library import Library
 from pltpack.archive.reader import Archive
@@ -170,7 +171,13 @@ class Merger:
             ]
             runs["library"] = 0
             info = container.commit(
-                {"tokens": shard.tokens, "map": tables.as_bytes(runs), "unit.index": tables.as_bytes(records)}, metadata
+                {
+                    "tokens": shard.tokens,
+                    "map": tables.as_bytes(runs),
+                    "unit.index": tables.as_bytes(records),
+                    **kept_tensors(shard),
+                },
+                metadata,
             )
         finally:
             container.abort()

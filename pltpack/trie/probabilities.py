@@ -211,3 +211,29 @@ def _mixed(rows: np.ndarray, ids: np.ndarray, p: np.ndarray, k: int) -> tuple[np
 
 def _taken(of: Distributions, rows: np.ndarray) -> Distributions:
     return Distributions(of.ids[rows], of.probabilities[rows], of.tail[rows])
+
+
+def mean_over_visits(texts: Sequence[Any], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Per text and token, the mean of what all texts with the same prefix, that token included, have there.
+
+    Parameters
+    ----------
+    texts : sequence of array_like
+        Token ids ``[T]``.
+    values : sequence of ndarray
+        Float64 ``[T]`` per text; NaN counts as nothing.
+
+    Returns
+    -------
+    list of ndarray
+        Float64 ``[T]`` per text; NaN where no text has anything.
+    """
+    places = _places([token_array(text) for text in texts])
+    size = 1 + max((int(place.max()) for place in places if len(place)), default=0)
+    total, count = np.zeros(size), np.zeros(size)
+    for place, value in zip(places, values, strict=True):
+        known = ~np.isnan(value)
+        total[place[known]] += value[known]
+        count[place[known]] += 1
+    mean = np.divide(total, count, out=np.full(size, np.nan), where=count > 0)
+    return [mean[place] for place in places]
