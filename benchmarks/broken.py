@@ -32,7 +32,7 @@ STORED = (
     "manifest-checksum", "manifest-path-parent", "manifest-version", "library-missing", "shard-cut", "head-flip",
     "payload-flip", "header-long", "tensor-hole", "tensor-overlap", "unit-order", "unit-flag", "run-outside",
     "run-tokens", "node-parent", "state-codec", "group-step", "reference-outside", "transform-groups-overlap",
-    "profile-digest", "profile-cut", "transform-class",
+    "profile-digest", "profile-cut", "transform-class", "prediction-uncovered", "prediction-rope-unknown",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def recipe(name: str, base: str = "lossless") -> Callable[[Recipe], Recipe]:
 
 def load_recipes() -> dict[str, tuple[str, Recipe]]:
     """All recipes."""
-    for module in ("broken_manifest", "broken_files", "broken_tables", "broken_transform"):
+    for module in ("broken_manifest", "broken_files", "broken_tables", "broken_predictions", "broken_transform"):
         importlib.import_module(f"benchmarks.{module}")
     return RECIPES
 

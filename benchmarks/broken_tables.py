@@ -259,7 +259,7 @@ def _put(at: int, data: bytes) -> Any:
     return lambda payload: payload[:at] + data + payload[at + len(data) :]
 
 
-_payload("lossless-mode", _put(0, b"\x07"))
+_payload("lossless-mode", _put(0, b"\x7f"))
 _payload("lossless-empty", lambda payload: b"")
 _payload("lossless-cut", lambda payload: payload[:-1], shard=2)
 _payload("lossless-trailing", lambda payload: payload + b"\0", shard=2)
