@@ -5,6 +5,8 @@ Keys and values are words, unsigned integers ``[H, T, D]``, of their dtype throu
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from typing import Any, ClassVar
 
@@ -20,6 +22,8 @@ from reference_numbers import (
     only_arrays,
     rans_decode,
     state_array,
+    to_float,
+    to_words,
     unzstd,
 )
 
@@ -57,10 +61,10 @@ class Lossless:
         """Decode one unit."""
         reader = Reader(payload)
         mode = reader.u8()
-        if mode in (4, 5, 6):
+        if mode in (4, 5, 6, 7):
             need(reference is not None, "payload is a difference, but there is no reference")
             assert reference is not None
-            out = self.difference(mode, reader, unit, reference)
+            out = predicted(reader, unit, reference) if mode == 7 else self.difference(mode, reader, unit, reference)
         elif mode == 0:
             keys, values = unit.shapes
             out = reader.array(unit.word, *keys), reader.array(unit.word, *values)
@@ -187,3 +191,106 @@ class Lossless:
                 plane = rans_decode(reader.take(reader.u32()), tables, value_row, shape[1])
                 out |= plane.astype(np.int64) << 8 * byte
         return out
+
+
+# --- mode 7 --------------------------------------------------------------------------------------------------------
+
+#: Mantissa bits and exponent bias of the dtypes that have the mode.
+MANTISSA = {"BF16": (7, 127), "F16": (10, 15)}
+
+
+def predicted(reader: Reader, unit: Unit, reference: KeyValue) -> KeyValue:
+    """Mode 7."""
+    need(unit.dtype in MANTISSA, f"the mode predicted does not exist for {unit.dtype}")
+    mantissa, bias = MANTISSA[unit.dtype]
+    count, length, low_length, model_length = (reader.u32() for _ in range(4))
+    need(count <= unit.channels * unit.tokens, "number of escapes is out of range")
+    model = Reader(unzstd(reader.take(model_length), 2 + 2 * unit.channels + unit.tokens))
+    base = int(model.array("<i2", 1)[0])
+    need(-1024 <= base <= 1024, "scale of the differences is out of range")
+    row_scale = base + model.array("u1", unit.channels, 1).astype(np.int64)
+    offset = model.array("i1", unit.channels, 1).astype(np.int64)
+    scale = row_scale + model.array("i1", unit.tokens).astype(np.int64)
+    escapes = reader.array("<u2", count).astype(np.int64)
+    stream, low = reader.take(length), reader.take(low_length)
+
+    flat = unit.to_rows(reference)
+    step = np.ldexp(offset.astype(np.float64), row_scale // 2 - 2 - bias).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = to_words(to_float(flat, unit.dtype) + step, unit.dtype)
+    top = 0x8000 - (1 << mantissa)
+    prediction = np.where((offset == 0) | (flat & top == top), flat, moved).astype(np.int64)
+
+    magnitude = prediction & 0x7FFF
+    octaves = scale - 2 * np.maximum(magnitude >> mantissa, 1)
+    near, least = octaves < -4, -2 * mantissa - 8
+    clipped = np.maximum(octaves, least)
+    ratio = np.clip(4 * (scale // 2) - (magnitude >> (mantissa - 2)), -11, 12)
+    table = np.where(near, clipped - least, 2 * mantissa + 4 + 24 * (scale % 2) + ratio + 11)
+    width = np.where(near, np.maximum(0, clipped // 2 + mantissa - 4), mantissa - 3)
+    need(low_length == (int(width.sum()) + 7) // 8, "low bits do not fit the unit")
+    bits = np.unpackbits(np.frombuffer(low, np.uint8), bitorder="little").astype(np.int64)
+    place = (np.cumsum(width) - width.ravel()).reshape(width.shape)
+    rest = np.zeros(width.shape, np.int64)
+    for bit in range(mantissa):
+        held = width > bit
+        rest[held] |= bits[place[held] + bit] << bit
+
+    symbol = rans_decode(stream, predicted_tables(mantissa), table, unit.tokens).astype(np.int64)
+    ordered = np.where(prediction & 0x8000, ~prediction & 0xFFFF, prediction | 0x8000)
+    distance = (symbol - 128 << np.where(near, width, 0)) + rest
+    ordered = (ordered + np.where(prediction & 0x8000, -distance, distance)) & 0xFFFF
+    found = np.where(ordered & 0x8000, ordered ^ 0x8000, ~ordered & 0xFFFF)
+    window = ((symbol & 127) + 8 * (scale // 2 - 12)) % (1 << (18 - mantissa))
+    far = window << (mantissa - 3) | rest | ((prediction ^ symbol << 8) & 0x8000)
+    words = np.where(near, found, far)
+    need((symbol == 0).sum() == count, "escapes are damaged")
+    words[symbol == 0] = escapes
+    return unit.from_rows(words.astype(unit.word))
+
+
+@functools.cache
+def predicted_tables(mantissa: int) -> np.ndarray:
+    """The fixed tables, U16 ``[2 M + 52, 256]``."""
+
+    def scale(half_octaves: int) -> float:
+        return math.ldexp(1.4142135623730951 if half_octaves % 2 else 1.0, half_octaves // 2)
+
+    def value(places: int, bits: int) -> float:
+        return math.ldexp(1 + places % (1 << bits) / (1 << bits), places >> bits)
+
+    weights = []
+    for octaves in range(-2 * mantissa - 8, -4):
+        wide, sums = max(0, octaves // 2 + mantissa - 4), [0.0] * 255
+        for j in range(8):
+            middle = (2 * j + 1) << (mantissa - 4)
+            places = [middle + ((a - 128) << wide) for a in range(1, 257)]
+            edges = [(value(x, mantissa) + value(x - 1, mantissa)) / 2 - value(middle, mantissa) for x in places]
+            at = [student(edge / scale(octaves)) for edge in edges]
+            sums = [total + (at[i + 1] - at[i]) for i, total in enumerate(sums)]
+        weights.append(sums)
+    for odd in range(2):
+        for ratio in range(-11, 13):
+            middle_value = math.ldexp(1 + (2 * (-ratio % 4) + 1) / 8, -ratio // 4)
+            edges = [value(i - 96, 3) for i in range(129)]
+            same = [student((edge - middle_value) / scale(odd)) for edge in edges]
+            other = [student((edge + middle_value) / scale(odd)) for edge in edges]
+            weights.append([at[i + 1] - at[i] for at in (same, other) for i in range(128)][1:])
+    return np.array([frequencies(row) for row in weights], np.uint16)
+
+
+def student(z: float) -> float:
+    """Distribution function of Student's t with 8 degrees of freedom."""
+    r = 8 + z * z
+    c = 8 / r
+    u = c * 0.5
+    v = u * c * 0.75
+    w = v * c * (5 / 6)
+    return 0.5 + 0.5 * (z / math.sqrt(r)) * (1 + u + v + w)
+
+
+def frequencies(weights: list[float]) -> list[int]:
+    """Frequencies of symbols 0 to 255 from the weights of 1 to 255."""
+    running = list(itertools.accumulate(weights))
+    ends = [0, *(math.floor(total * (4093 / running[-1]) + 0.5) for total in running)]
+    return [3, *(b - a for a, b in itertools.pairwise(ends))]

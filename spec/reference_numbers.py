@@ -147,7 +147,7 @@ def rans_decode(stream: bytes, tables: np.ndarray, table_of_row: np.ndarray, col
     tables : ndarray
         Frequencies, ``[C, 256]``.
     table_of_row : ndarray
-        ``[R]``.
+        ``[R]``, or ``[R, columns]`` where each symbol has a table of its own.
     columns : int
     """
     need(len(stream) >= 128 and len(stream) % 2 == 0, "rANS stream is truncated")
@@ -160,9 +160,10 @@ def rans_decode(stream: bytes, tables: np.ndarray, table_of_row: np.ndarray, col
     symbol_of_slot = symbol_of_slot.reshape(len(tables), 4096)
     out = np.empty((len(table_of_row), columns), np.uint8)
     at = 0
-    for row, table in zip(out, table_of_row, strict=True):
+    for row, own in zip(out, table_of_row.reshape(len(out), -1), strict=True):
         for first in range(0, columns, 32):
             lanes = states[: columns - first]
+            table = own[first : first + 32] if len(own) == columns else own
             slot = lanes & np.uint64(4095)
             symbols = symbol_of_slot[table, slot]
             row[first : first + 32] = symbols

@@ -10,13 +10,26 @@ from typing import Any
 import numba
 import numpy as np
 
-from pltpack.codec.rans import HEADER_BYTES, LANES, PROB_SCALE
+from pltpack.codec import rans_mixed_simd
+from pltpack.codec.rans import HEADER_BYTES, KERNEL, LANES, PROB_SCALE
 from pltpack.codec.rans_scalar import PROB_BITS, STATE_LOW
 
 
 @numba.njit(nogil=True, cache=True)
-def _encode_rows(symbols: Any, kinds: Any, tables: Any, words: Any, states: Any) -> Any:
-    """As `pltpack.codec.rans_scalar.encode_rows`, without marks; all symbols have frequencies above 0."""
+def encode_rows(symbols: Any, kinds: Any, tables: Any, words: Any, states: Any) -> Any:
+    """Code all rows from the last symbol to the first, filling `words` from its end; the first word used.
+
+    Parameters
+    ----------
+    symbols, kinds : ndarray
+        uint8 ``[R, N]``: symbols, all with a frequency above 0, and their tables.
+    tables : ndarray
+        uint32 ``[K, 256]`` of ``freq | start << 16``.
+    words : ndarray
+        uint16, at least ``R * N`` entries; overwritten.
+    states : ndarray
+        uint32 ``[32]``; read as the initial and left as the final states.
+    """
     rows, columns = symbols.shape
     position = np.int64(words.size)
     for r in range(rows - 1, -1, -1):
@@ -53,22 +66,46 @@ def _decode_step(words: Any, at: Any, states: Any, tables: Any, kind: Any, row: 
 
 
 @numba.njit(nogil=True, cache=True)
-def _decode_rows(words: Any, states: Any, tables: Any, kinds: Any, out: Any) -> Any:
-    """Number of words read; -1 if they ended early. `words` has 32 more at its end, for steps that look ahead."""
+def decode_rows(words: Any, count: int, states: Any, tables: Any, kinds: Any, out: Any) -> Any:
+    """Decode all rows.
+
+    Parameters
+    ----------
+    words : ndarray
+        uint16, the `count` words of the stream and ``N + 32`` words of padding: a row reads at most one a symbol.
+    count : int
+    states : ndarray
+        uint32 ``[32]``; read as the initial and left as the final states.
+    tables : ndarray
+        uint32 ``[K, 4096]`` from `pltpack.codec.rans.decode_tables`.
+    kinds, out : ndarray
+        uint8 ``[R, N]``: tables, and symbols to be filled.
+
+    Returns
+    -------
+    int
+        Number of words read; -1, or more than `count`, if the stream ended early.
+    """
     rows, columns = out.shape
-    count = words.size - LANES
     at = np.int64(0)
     whole = columns // LANES * LANES
     for r in range(rows):
-        row, kind = out[r], kinds[r]
-        for base in range(0, whole, LANES):
-            if at > count:
-                return -1
-            at = _decode_step(words, at, states, tables, kind, row, base, LANES)
         if at > count:
             return -1
+        row, kind = out[r], kinds[r]
+        for base in range(0, whole, LANES):
+            at = _decode_step(words, at, states, tables, kind, row, base, LANES)
         at = _decode_step(words, at, states, tables, kind, row, whole, columns - whole)
     return at
+
+
+#: Name -> (encoding loop, decoding loop), as in `pltpack.codec.rans`. All write the same bytes.
+LOOPS = {
+    "avx512": (rans_mixed_simd.encode_rows_avx512, rans_mixed_simd.decode_rows_avx512),
+    "avx2": (encode_rows, rans_mixed_simd.decode_rows_avx2),
+    "portable": (encode_rows, decode_rows),
+}
+_ENCODE_ROWS, _DECODE_ROWS = LOOPS[KERNEL]
 
 
 def encode(symbols: np.ndarray, kinds: np.ndarray, tables: np.ndarray) -> bytes:
@@ -77,18 +114,26 @@ def encode(symbols: np.ndarray, kinds: np.ndarray, tables: np.ndarray) -> bytes:
     Parameters
     ----------
     symbols, kinds : ndarray
-        uint8 ``[R, N]``: symbols, all with a frequency above 0, and their tables.
+        uint8 ``[R, N]``, C-contiguous: symbols, all with a frequency above 0, and their tables.
     tables : ndarray
         uint32 ``[K, 256]`` from `pltpack.codec.rans.encode_tables`.
     """
     words = np.empty(symbols.size, dtype=np.uint16)
     states = np.full(LANES, STATE_LOW, dtype=np.uint32)
-    first = _encode_rows(symbols, kinds, tables, words, states)
+    first = _ENCODE_ROWS(symbols, kinds, tables, words, states)
     return states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
 
 
 def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """Decode a stream written by `encode`: uint8 ``[R, N]``; `tables` uint32 ``[K, 4096]``, `kinds` all below K.
+    """Decode a stream written by `encode`: uint8 ``[R, N]``.
+
+    Parameters
+    ----------
+    stream : bytes-like
+    kinds : ndarray
+        uint8 ``[R, N]``, C-contiguous, all below K.
+    tables : ndarray
+        uint32 ``[K, 4096]`` from `pltpack.codec.rans.decode_tables`.
 
     Raises
     ------
@@ -99,10 +144,10 @@ def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray) ->
     if len(data) < HEADER_BYTES or len(data) % 2:
         raise ValueError("rANS stream is truncated")
     count = (len(data) - HEADER_BYTES) // 2
-    words = np.zeros(count + LANES, dtype=np.uint16)
+    words = np.zeros(count + kinds.shape[1] + LANES, dtype=np.uint16)
     words[:count] = data[HEADER_BYTES:].view("<u2")
     states = data[:HEADER_BYTES].view("<u4").astype(np.uint32)
     out = np.empty(kinds.shape, dtype=np.uint8)
-    if _decode_rows(words, states, tables, kinds, out) != count or (states != STATE_LOW).any():
+    if _DECODE_ROWS(words, count, states, tables, kinds, out) != count or (states != STATE_LOW).any():
         raise ValueError("rANS stream is damaged")
     return out
