@@ -72,7 +72,7 @@ def print_trie(view: Mapping[str, Any], limit: int, archive: str) -> None:
 
     drawn = _drawn(view, limit)
     root = Tree(Text.assemble((plain(archive), "bold"), "  ", _head(view)))
-    branches = []
+    branches: list[Tree] = []
     for node in drawn:
         above = root if node["parent"] is None else branches[node["parent"]]
         branches.append(above.add(Text.assemble((plain(_label(node)), "bold"), "  ", plain(_facts(node, size)))))
