@@ -14,6 +14,7 @@ from pltpack_cli.options import (
     dump_options,
     dumps_argument,
     json_option,
+    near_options,
     no_dedup_option,
     target_options,
 )  # fmt: skip
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
               help="The same, but the archive only names it, and needs it to be read.")  # fmt: skip
 @target_options
 @no_dedup_option
+@near_options
 @click.option("--block", type=click.IntRange(min=1), default=32, show_default=True, metavar="TOKENS",
               help="Tokens per block, the unit of sharing and paging; 16 to 32 are recommended.")  # fmt: skip
 @dump_options
@@ -42,8 +44,8 @@ if TYPE_CHECKING:
 @json_option
 def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
-    target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, block: int,
-    format_: str | None, tokens: Path | None, device: str, as_json: bool,
+    target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool,
+    window: int, tau: float, block: int, format_: str | None, tokens: Path | None, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
@@ -66,7 +68,7 @@ def compress(
         stats = pltpack.compress(
             dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
             profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
-            progress=progress,
+            near=not no_near, window=window, tau=tau, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, output)
 
@@ -79,12 +81,13 @@ def compress(
               help="Profile for the new sessions, or the one that the archive names. [default: the archive's own]")
 @target_options
 @no_dedup_option
+@near_options
 @dump_options
 @json_option
 def append(
     archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
-    target_bits: float | None, target_bytes: int | None, no_dedup: bool, format_: str | None, tokens: Path | None,
-    as_json: bool,
+    target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
+    tau: float, format_: str | None, tokens: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
@@ -92,7 +95,8 @@ def append(
     with progress_bars() as progress:
         stats = pltpack.append(
             archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_, tokens=tokens,
-            profile=profile, target=_target(target_kl, target_bits, target_bytes), progress=progress,
+            profile=profile, target=_target(target_kl, target_bits, target_bytes), near=not no_near,
+            window=window, tau=tau, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from pltpack.archive.draft import KERNEL_NOISE, token_error
 from pltpack.archive.encoding import in_order
 from pltpack.archive.files import container_metadata, header_reserve
 from pltpack.archive.library import Library
@@ -72,7 +73,10 @@ def add_near(
     tried = [candidate for candidate in in_order(attempt, matches, pool) if candidate.gain > 0]
 
     def weigh(match: Match) -> Candidate:
-        saved = trial.plain(snapshots[match.session - first], match.start, match.length)
+        snapshot, source = snapshots[match.session - first], texts[match.source]
+        if source.snapshot is not None and not _same_values(snapshot, source.snapshot, match.start, match.length):
+            return Candidate(match, None, 0.0)
+        saved = trial.plain(snapshot, match.start, match.length)
         return Candidate(match, None, saved - 2 * cut - tables.RUN.itemsize)
 
     tails = fitting(find_tails(archive, sharing, snapshots, texts), [candidate.match for candidate in tried])
@@ -108,6 +112,13 @@ def _matches(texts: Sequence[Text], first: int, window: int) -> list[Match]:
     if movable(texts[first].identity):
         return matches
     return [match for match in matches if texts[match.source].position + match.source_start == match.start]
+
+
+def _same_values(a: Snapshot, b: Snapshot, start: int, count: int) -> bool:
+    """Whether two sessions have the same values at the same places but for kernel noise."""
+    layers = range(len(a.identity.layers))
+    pairs = ((a.layer(layer, start, start + count), b.layer(layer, start, start + count)) for layer in layers)
+    return all(token_error(mine, others) <= KERNEL_NOISE for mine, others in pairs)
 
 
 def _segment_bytes(place: CodecPlace) -> int:
