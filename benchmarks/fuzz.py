@@ -31,7 +31,9 @@ import xxhash
 
 import pltpack
 from benchmarks.golden_profiles import drawn_profile, save_profile
+from benchmarks.near_archives import Builder, Node, Row
 from pltpack.archive import profiles
+from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.segments import fresh
 from pltpack.codec import registry
 from pltpack.codec.base import Codec, Unit
@@ -118,6 +120,22 @@ def use_archive(path: Path) -> None:
     pltpack.verify(path)
 
 
+def predicting(folder: Path, tier: str) -> Path:
+    """An archive with mapping rows that predict: a session that repeats, moved and edited, what another holds."""
+    source, other = snapshots()[0], snapshots(1)[1]
+    ids = other.tokens.copy()
+    ids[6:13] = source.tokens[2:9]
+    ids[9] = 98
+    codec = registry.tier(tier)
+    arrays = drawn_profile(source, layer_group=2) if codec.calibrated else codec.learn(
+        JobSamples([TokenRange(source, 0, len(source))]), source.identity)  # fmt: skip
+    nodes = [Node(source, 0, 4), Node(source, 2, 9)]
+    builder = Builder(folder, codec, arrays, source.identity, nodes, np.random.default_rng(3), unit=4)
+    builder.add(source, [Row(2, 7, 1, 0)])
+    builder.add(dataclasses.replace(other, tokens=ids), [Row(0, 4, 0, 0), Row(6, 7, 1, 0)], exact_units=True)
+    return builder.finish()
+
+
 class Archives:
     """Fuzz targets over one small archive per codec."""
 
@@ -132,6 +150,7 @@ class Archives:
             pltpack.compress(snapshots(), folder / quality, quality=quality, block=4,
                              profile=folder / "profile.safetensors")  # fmt: skip
             self.archives.append(folder / quality)
+        self.archives += [predicting(folder / f"near-{tier}", tier) for tier in ("lossless", "q4", "transform")]
         self.session = folder / "s0.pltsession"
         pltpack.export_session(self.archives[0], "s0", self.session)
 

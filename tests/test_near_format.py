@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import pltpack
+from benchmarks.near_archives import Builder, Node, Row
 from benchmarks.surgery import Surgery
 from pltpack.archive import mapped
 from pltpack.archive.sampling import JobSamples, TokenRange
@@ -25,7 +26,6 @@ from pltpack.dumps import open_dumps
 from pltpack.errors import FormatError
 from pltpack.format import tables
 from pltpack.snapshot import Identity, Snapshot
-from tests.near_archives import Builder, Node, Row
 from tests.profiles_common import IDENTITY, random_profile, session, words
 
 ROOT = Path(__file__).parents[1]
