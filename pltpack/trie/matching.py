@@ -52,11 +52,11 @@ def find_matches(texts: Sequence[Any], groups: Sequence[Hashable], targets: Sequ
                  trigger_overlap: float = 0.7) -> list[list[Match]]:  # fmt: skip
     """Find the runs of some texts that earlier texts, or earlier parts of the same text, predict.
 
-    Every run of at least ``window // 2`` tokens that occurs before, within one part that is a source, is covered by
-    matches, unless each of its anchors (``window // 4`` tokens) has occurred more than 8 times before. Among matches
-    through the same anchor the longest is taken, of equal ones the first. Time is linear in the tokens. Memory is 5
-    bytes per new token and 1.5 to 3 more at the default window (6 at 32), besides the result; look-ups never depend on
-    hash values, so the result is the same everywhere.
+    No run of ``window // 2`` tokens stays uncovered that stands before, within one part that is a source (of the same
+    text: a window behind), unless each of its anchors (``window // 4`` tokens) has stood there more than 8 times. Among
+    matches through the same anchor the longest is taken, of equal ones the first. Time is linear in the tokens. Memory
+    is 5 bytes per new token and 1.5 to 3 more at the default window (6 at 32), besides the result. Hashes are always
+    verified, so the result is the same everywhere.
 
     Parameters
     ----------
