@@ -115,7 +115,10 @@ class Library:
             digest = entry.get("profile")
             need((digest is not None) == (entry["codec"] == "transform"), f"codec state {index} is malformed")
             state = self.held(index, digest) if digest is None or self.holds(index) else self.elsewhere(digest)
-            self.codecs[index] = CODECS[entry["codec"]](entry["config"], state, self.identity)
+            rope = self.identity.get("rope") or {}
+            added = rope.get("type") in ("dynamic", "yarn", "longrope") and self.container.minor < 2
+            known = {name: value for name, value in self.identity.items() if name != "rope" or not added}
+            self.codecs[index] = CODECS[entry["codec"]](entry["config"], state, known)
         return self.codecs[index]
 
     def holds(self, index: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pltpack.archive import profiles
+from pltpack.archive.embeddings import as_known
 from pltpack.archive.segments import Segment, strings
 from pltpack.codec import registry
 from pltpack.codec.base import Codec, State
@@ -145,7 +146,7 @@ class Library(Segment):
                     codec = registry.codec(codec_id, config)
                     if codec.calibrated != (self.profile_digest(index) is not None):
                         raise ValueError("a profile that its codec does not take, or none where it needs one")
-                    codec.start(self.state(index), self.identity)
+                    codec.start(self.state(index), as_known(self.identity, self.minor))
                     self._codecs[index] = codec
                 except ValueError as error:
                     raise FormatError(f"codec state {index}: {error}", self.container.path) from None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pltpack.archive.captured import kept_tensors
+from pltpack.archive.embeddings import merged_minor
 from pltpack.archive.files import container_metadata, header_reserve, session_entry
 from pltpack.archive.library import Library
 from pltpack.archive.reader import Archive
 from pltpack.archive.segments import Segment, dumps_json
 from pltpack.archive.shard import Shard
+from pltpack.codec import registry
+from pltpack.codec.base import Codec
 from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, ContainerWriter
@@ -97,6 +100,11 @@ class Merger:
             return None
         return self._number[id(other)], int(node["parent"])
 
+    def _codecs(self) -> Iterator[tuple[Codec, int]]:
+        for number, state in self._state_index:
+            library = self._archive.libraries[number]
+            yield registry.codec(*library.state_entry(state)), library.minor
+
     def write_library(self, path: Path, progress: Callable[[int], None]) -> FileEntry:
         """Write the segment; `progress` is told the payload bytes copied."""
         libraries = self._archive.libraries
@@ -104,7 +112,7 @@ class Merger:
         salts = sorted({lib.salts[lib.nodes[n]["tenant"]] for lib, n in used}, key=lambda s: (s is not None, str(s)))
         groups = any(_grouped(library.units_of(node)) for library, node in used)
         groups |= any("profile" in entry for entry, _ in self._states)
-        minor = MINOR_GROUPS if groups else 0
+        minor = max(MINOR_GROUPS if groups else 0, merged_minor(self._archive.identity, self._codecs()))
         metadata = {
             **container_metadata("library", self._archive.identity, minor),
             "states": dumps_json([entry for entry, _ in self._states]),

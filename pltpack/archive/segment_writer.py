@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pltpack.archive.embeddings import least_minor
 from pltpack.archive.encoding import UnitJob, UnitWriter, split
 from pltpack.archive.files import container_metadata, header_reserve, next_library
 from pltpack.archive.library import Library
@@ -76,8 +77,9 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
     path = next_library(output.folder, output.libraries)
     salts = sorted({n.owner.identity.salt for n in nodes}, key=lambda s: (s is not None, s))
     others = [lib for lib in output.libraries if any(n.parent and n.parent.library is lib for n in nodes)]
+    minor = least_minor(identity, codec, None if place.library is None else place.library.minor)
     metadata = {
-        **container_metadata("library", identity, MINOR_GROUPS if codec.spans or codec.calibrated else 0),
+        **container_metadata("library", identity, max(minor, MINOR_GROUPS if codec.spans or codec.calibrated else 0)),
         "states": dumps_json([place.entry]),
         "libraries": dumps_json([lib.entry.head_sha256 for lib in others]),
         "salts": dumps_json(salts),
