@@ -281,40 +281,57 @@ class Transform:
         need(groups, "a unit's layers are not a group of the profile")
         group, tokens, reader = groups[0], units[0].tokens, Reader(payload)
         flags, log_step, count = struct.unpack("<BhH", reader.take(5))
-        need(flags <= 1 and flags == (reference is not None), "flags of a unit are wrong")
+        need(flags in (0, 1, 3) and (flags > 0) == (reference is not None), "flags of a unit are wrong")
         need(abs(log_step) <= 40 * OCTAVE, "step is out of range")
         exact = reader.array("<u2", count).astype(int)
         need((np.diff(exact) > 0).all() and (exact < tokens).all(), "exact tokens are out of order")
-        halves = reader.array("u1", (tokens + 1) // 2)
-        classes = np.stack([halves % 16, halves // 16], axis=1).reshape(-1)[:tokens].astype(int)
+        classes = self.halves(reader, tokens)
+        trust = self.halves(reader, tokens) if flags == 3 else np.zeros(tokens, int)
         classes[exact] = EXACT
         quantized = np.zeros((tokens, len(group.logs)))
-        places, kinds = self.order(group, log_step, classes)
+        places, kinds = self.order(group, log_step, classes, trust)
         values = self.values(reader, kinds)
         if places:
             quantized[tuple(np.array(places).T)] = values
         steps = np.append(2.0 ** ((log_step - 12 * (np.arange(16) - 6)) / OCTAVE), 0.0)
         rows = group.synthesize(quantized * steps[classes][:, None])
-        rows += self.profile.mean[group.rows] if reference is None else self.rows_of(units, reference)
+        mean = self.profile.mean[group.rows]
+        if reference is None:
+            rows += mean
+        elif flags == 1:
+            rows += self.rows_of(units, reference)[0]
+        else:
+            found, good = self.rows_of(units, reference)
+            share = np.where(good, 1 - 2.0 ** (-2 * trust / 3), 0.0)
+            rows += mean + share[:, None] * (found.astype(np.float64) - mean)
         words = self.words(units, rows)
         if count:
             self.exact(reader, units, group, exact, words)
         reader.end()
         return words
 
-    def order(self, group: Group, log_step: int, classes: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
+    @staticmethod
+    def halves(reader: Reader, tokens: int) -> np.ndarray:
+        """Numbers of 4 bits each."""
+        both = reader.array("u1", (tokens + 1) // 2)
+        return np.stack([both % 16, both // 16], axis=1).reshape(-1)[:tokens].astype(int)
+
+    def order(
+        self, group: Group, log_step: int, classes: np.ndarray, trust: np.ndarray
+    ) -> tuple[list[tuple[int, int]], np.ndarray]:
         """Token and component of each coded coefficient, in the order of the stream, and their classes."""
         places: list[tuple[int, int]] = []
         kinds: list[int] = []
         tables = len(self.profile.tables)
-        found = []
-        for token_class in range(EXACT):
-            apart = group.logs - (log_step - 12 * (token_class - 6)) - self.profile.floor
-            found.append(np.where(apart < 0, -1, np.minimum(apart // CLASS_WIDTH, tables - 1)))
+        pairs = sorted({(int(p), int(j)) for p, j in zip(trust, classes, strict=True) if j != EXACT})
+        found = {}
+        for prediction, token_class in pairs:
+            apart = group.logs - 8 * prediction - (log_step - 12 * (token_class - 6)) - self.profile.floor
+            found[prediction, token_class] = np.where(apart < 0, -1, np.minimum(apart // CLASS_WIDTH, tables - 1))
         for kind in range(tables):
-            for token_class in range(EXACT):
-                mine = np.flatnonzero(found[token_class] == kind).tolist()
-                for token in np.flatnonzero(classes == token_class).tolist():
+            for pair in pairs:
+                mine = np.flatnonzero(found[pair] == kind).tolist()
+                for token in np.flatnonzero((trust == pair[0]) & (classes == pair[1])).tolist():
                     places += [(token, component) for component in mine]
                     kinds += [kind] * len(mine)
         return places, np.array(kinds, int)
@@ -350,8 +367,11 @@ class Transform:
         """The rotary embedding of a layer's keys, if they have one that is known."""
         return rope_frequencies(self.rope, unit.k_dim) if self.rotated else None
 
-    def rows_of(self, units: list[Unit], arrays: list[KeyValue]) -> np.ndarray:
-        """Un-rotated rows ``[T, rows]`` of a reference; 0 in tokens with values that are not finite or too large."""
+    def rows_of(self, units: list[Unit], arrays: list[KeyValue]) -> tuple[np.ndarray, np.ndarray]:
+        """Un-rotated rows ``[T, rows]`` of a reference, and which tokens have only values that are not too large.
+
+        The rows of other tokens are 0.
+        """
         parts = []
         for unit, words in zip(units, arrays, strict=True):
             keys, values = (to_float(part, unit.dtype) for part in words)
@@ -361,8 +381,9 @@ class Transform:
                     keys = rope_rotate(keys, found, self.rope.get("style", "half"), unit.position, True)
             parts += [part.transpose(1, 0, 2).reshape(unit.tokens, -1) for part in (keys, values)]
         rows = np.concatenate(parts, axis=1)
-        rows[~(np.abs(rows) < np.float32(1e15)).all(axis=1)] = 0
-        return rows
+        good = (np.abs(rows) < np.float32(1e15)).all(axis=1)
+        rows[~good] = 0
+        return rows, good
 
     def words(self, units: list[Unit], rows: np.ndarray) -> list[KeyValue]:
         """Rotate, clamp and convert rows to each layer's keys and values."""

@@ -113,21 +113,27 @@ class Order:
             ``[T]``.
         tables : Tables
         """
-        kinds = len(tables.freqs)
-        edges = tables.floor + CLASS_WIDTH * np.arange(kinds + 1, dtype=np.int64)
-        edges[-1] = np.iinfo(np.int64).max // 2
-        # Components are sorted downwards: those of class κ and above come first.
-        bounds = np.searchsorted(-logs.astype(np.int64), -(edges[None] + steps[:, None].astype(np.int64)), side="right")
+        bounds = bounds_of(logs, steps, tables)
         tokens = np.argsort(token_class, kind="stable")
         firsts = np.searchsorted(token_class[tokens], np.arange(len(steps) + 1))
         counts = (np.diff(firsts)[:, None] * (bounds[:, :-1] - bounds[:, 1:])).sum(axis=0)
-        return cls(tokens, counts, bounds.astype(np.int64), firsts.astype(np.int64))
+        return cls(tokens, counts, bounds, firsts.astype(np.int64))
 
     @property
     def live(self) -> np.ndarray:
         """Components that are coded, per token class: int64 ``[J]``."""
         found: np.ndarray = self.bounds[:, 0]
         return found
+
+
+def bounds_of(logs: np.ndarray, steps: np.ndarray, tables: Tables) -> np.ndarray:
+    """Bounds of an `Order`, int64 ``[J, K + 1]``; parameters as of `Order.of`."""
+    kinds = len(tables.freqs)
+    edges = tables.floor + CLASS_WIDTH * np.arange(kinds + 1, dtype=np.int64)
+    edges[-1] = np.iinfo(np.int64).max // 2
+    # Components are sorted downwards: those of class κ and above come first.
+    found = np.searchsorted(-logs.astype(np.int64), -(edges[None] + steps[:, None].astype(np.int64)), side="right")
+    return found.astype(np.int64)
 
 
 def encode(values: np.ndarray, order: Order, tables: Tables) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, importance, rate
+from pltpack.codec import coefficients, exact_tokens, importance, prediction, rate
 from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Unit
 from pltpack.codec.bases import Bases, GroupBases
 from pltpack.codec.blas import single_threaded
@@ -25,7 +25,9 @@ from pltpack.codec.rows import from_rows, to_rows
 from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
 _HEADER = struct.Struct("<BhH")
-_FLAG_REFERENCE = 1
+_FLAG_REFERENCE, _FLAG_PREDICTED = 1, 2
+#: Format 1.1 knows only a reference that takes the mean's place.
+_FLAGS = (0, _FLAG_REFERENCE, _FLAG_REFERENCE | _FLAG_PREDICTED)
 #: Token class of a token that is stored exactly.
 EXACT = importance.CLASSES
 #: Base step without a target, in whitened units.
@@ -116,19 +118,28 @@ class TransformCodec(Codec):
         bases, layers = self._bases_of(unit), _geometries(unit)
         bits = exact_rows(arrays)
         rows, finite = to_rows(arrays, layers, self._identity, unit.position)
-        rows -= self._center(bases, layers, unit, reference)
+        predict = reference is not None and unit.near
+        rows -= self._center(bases, layers, unit, None if predict else reference, None)
         classes = self._unit_classes(unit)
         exact = ~finite | self._sinks(unit, bases, layers, bits)
         rows[exact] = 0
         found = bases.analyse(rows)
         steps = rate.steps(self._log_step)
         exact |= ~(np.abs(found) < coefficients.MAX_VALUE * 0.5 * rate.value_of(steps[classes])[:, None]).all(axis=1)
-        classes = np.where(exact, EXACT, classes)
-        quantized = bases.quantize(found, classes, steps)
-        order = Order.of(bases.logs, steps, classes, self._tables)
         marks = np.flatnonzero(exact).astype("<u2")
-        header = _HEADER.pack(_FLAG_REFERENCE * (reference is not None), self._log_step, len(marks))
-        parts = [header, marks.tobytes(), pack_nibbles(np.where(exact, 0, classes)),
+        flags, trust = _FLAG_REFERENCE * (reference is not None), b""
+        if not predict or reference is None:
+            joint = np.where(exact, EXACT, classes)
+            quantized = bases.quantize(found, joint, steps)
+        else:
+            flags |= _FLAG_PREDICTED
+            guess = bases.analyse(self._beyond_mean(bases, layers, unit, reference))
+            predicted, quantized = prediction.choose(found, guess, classes, exact, steps, bases.logs, self._tables)
+            joint, steps = prediction.joint(classes, predicted, exact), prediction.lowered(steps)
+            trust = pack_nibbles(predicted)
+        order = Order.of(bases.logs, steps, joint, self._tables)
+        header = _HEADER.pack(flags, self._log_step, len(marks))
+        parts = [header, marks.tobytes(), pack_nibbles(np.where(exact, 0, classes)), trust,
                  coefficients.encode(quantized, order, self._tables)]  # fmt: skip
         if len(marks):
             at = unit.position + marks.astype(np.int64)
@@ -144,20 +155,28 @@ class TransformCodec(Codec):
         bases, layers = self._bases_of(unit), _geometries(unit)
         reader = Reader(payload)
         flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
-        if flags not in (0, _FLAG_REFERENCE) or bool(flags) != (reference is not None):
+        if flags not in _FLAGS or bool(flags) != (reference is not None):
             raise ValueError("unit has unknown flags, or a reference where there should be none")
         if abs(log_step) > rate.MAX_LOG_STEP:
             raise ValueError("unit has a step out of range")
         marks = reader.array(count, "<u2").astype(np.int64)
         if count and (marks[-1] >= unit.tokens or (np.diff(marks) <= 0).any()):
             raise ValueError("exact tokens are out of order")
+        exact = np.zeros(unit.tokens, np.bool_)
+        exact[marks] = True
         classes = unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
-        classes[marks] = EXACT
-        steps = rate.steps(log_step)
+        steps = widths = rate.steps(log_step)
+        if flags & _FLAG_PREDICTED:
+            predicted = unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
+            classes = prediction.joint(classes, predicted, exact)
+            steps, widths = prediction.lowered(steps), np.tile(steps, prediction.CLASSES)
+        else:
+            predicted = None
+            classes[exact] = EXACT
         order = Order.of(bases.logs, steps, classes, self._tables)
         quantized = coefficients.decode(reader, order, self._tables, (unit.tokens, len(bases.logs)))
-        rows = bases.synthesize(quantized, order, classes, steps)
-        rows += self._center(bases, layers, unit, reference)
+        rows = bases.synthesize(quantized, order, classes, widths)
+        rows += self._center(bases, layers, unit, reference, predicted)
         from_rows(rows, out, layers, self._identity, unit.position)
         if count:
             self._decode_exact(reader, bases, layers, unit.position + marks, marks, out)
@@ -205,10 +224,24 @@ class TransformCodec(Codec):
         layers: Sequence[LayerGeometry],
         unit: Unit,
         reference: Sequence[KeyValue] | None,
+        predicted: np.ndarray | None,
     ) -> np.ndarray:
         if reference is None:
             return bases.mean
-        rows, _ = to_rows(reference, layers, self._identity, unit.position)
+        if predicted is None:
+            return to_rows(reference, layers, self._identity, unit.position)[0]
+        rows = self._beyond_mean(bases, layers, unit, reference)
+        rows *= prediction.shares()[predicted][:, None]
+        rows += bases.mean
+        return rows
+
+    def _beyond_mean(
+        self, bases: GroupBases, layers: Sequence[LayerGeometry], unit: Unit, reference: Sequence[KeyValue]
+    ) -> np.ndarray:
+        """Rows of a reference around the mean; 0 in tokens that are not finite."""
+        rows, finite = to_rows(reference, layers, self._identity, unit.position)
+        rows -= bases.mean
+        rows[~finite] = 0
         return rows
 
     def _unit_classes(self, unit: Unit) -> np.ndarray:
