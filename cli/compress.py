@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @click.command(short_help="Dumps in, a new archive out.")
 @dumps_argument
 @click.option("-o", "--output", type=PATH, required=True, metavar="ARCHIVE", help="Archive to write; must not exist.")
-@click.option("--quality", type=TIER, help="Quality tier, see above. [default: balanced with a profile, else q4]")
+@click.option("--quality", type=TIER, help="Quality tier, see above. "
+              "[default: balanced with a profile, fixed-step if it was made of dumps alone, else q4]")  # fmt: skip
 @click.option("--profile", type=PATH, metavar="FILE",
               help="Profile of the model, from pltpack calibrate; it goes into the archive.")  # fmt: skip
 @click.option("--external-profile", type=PATH, metavar="FILE",
@@ -52,6 +53,7 @@ def compress(
     \b
     Tiers:
       near, balanced, small  KL divergence up to 0.003, 0.01 or 0.025, as a profile predicts it
+      fixed-step             with a profile made of dumps alone, which predicts no KL divergence
       lossless               bit-exact, for every dtype
       q4, q3, q2, q1         about 4 to 1 bits a value, finer for tokens that matter, first 4 exact
       turboquant-4, -3, -2   the per-vector baseline: random rotation, Lloyd-Max levels

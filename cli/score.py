@@ -32,7 +32,8 @@ BASELINE_TIERS = ("lossless", "q4", "q3", "q2", "q1", "turboquant-4", "turboquan
 @click.option("--archive", "archives", multiple=True, type=PATH, metavar="ARCHIVE",
               help="An archive of them; may be repeated.")  # fmt: skip
 @click.option("--tiers", metavar="TIER,...", help="Also compress the originals with these tiers, and score that.")
-@click.option("--profile", type=PATH, metavar="FILE", help="Profile for those of --tiers that take one.")
+@click.option("--profile", type=PATH, metavar="FILE",
+              help="Profile for those of --tiers that take one, and of archives that refer to it.")  # fmt: skip
 @no_dedup_option
 @click.option("--baselines", is_flag=True,
               help="Also score zstd, fp8, KIVI, TurboQuant and the q tiers; with --text, PCA too.")  # fmt: skip
@@ -141,7 +142,7 @@ def _candidates(stack: contextlib.ExitStack, originals: Sequence[Snapshot], arch
                 tiers: Sequence[str], settings: Mapping[str, Any]) -> list[Rebuilt]:  # fmt: skip
     from pltpack.quality.rebuilt import of_archives, of_tiers
 
-    found: list[Rebuilt] = [*stack.enter_context(of_archives(archives))]
+    found: list[Rebuilt] = [*stack.enter_context(of_archives(archives, settings["profile"]))]
     return [*found, *stack.enter_context(of_tiers(originals, tiers, **settings))]
 
 

@@ -33,6 +33,7 @@ from pltpack.quality.rebuilt import FromSnapshots, Rate, check_rebuilt, in_memor
 from pltpack.quality.scoring import Score
 from pltpack.snapshot import Identity, Snapshot
 from tests.cli_common import done, done_json, run
+from tests.profiles_common import save_profile, session
 
 BF16 = ml_dtypes.bfloat16
 ROPE = {"type": "default", "theta": 10000.0, "dim": 8, "style": "half"}
@@ -320,6 +321,21 @@ class TestRebuilt:
         with of_archives([tmp_path / "a"]) as alone, of_archives([tmp_path / "a", tmp_path / "b"]) as both:
             assert [c.name for c in alone] == ["lossless"]
             assert [c.name for c in both] == ["a", "b"]
+
+    def test_a_profile_serves_the_archives_that_name_it(self, tmp_path: Path) -> None:
+        (tmp_path / "p").mkdir()
+        mine, other = (save_profile(tmp_path / "p" / f"{n}.safetensors", seed=n) for n in (1, 2))
+        one = session("one", np.arange(20, 80))
+        pltpack.compress([one], tmp_path / "a", external_profile=mine)
+        pltpack.compress([one], tmp_path / "b", profile=other)
+        with of_archives([tmp_path / "a", tmp_path / "b"], mine) as found:
+            for candidate in found:
+                assert len(candidate.rebuild(one)) == 60
+        with of_archives([tmp_path / "a"], other) as (lost,), pytest.raises(NotFoundError, match="not found"):
+            lost.rebuild(one)
+        (tmp_path / "p" / "1.safetensors").rename(tmp_path / "a" / "1.safetensors")
+        with of_archives([tmp_path / "a"], other) as (candidate,):
+            assert len(candidate.rebuild(one)) == 60, "the archive's own folder is looked through as well"
 
     def test_others_caches_are_refused(self, tmp_path: Path) -> None:
         pltpack.compress([snapshot()], tmp_path / "a", quality="lossless")

@@ -20,15 +20,18 @@ from pltpack.archive.reader import Archive
 from pltpack.archive.settings import Settings, Target
 from pltpack.archive.writer import GenerationWriter
 from pltpack.codec.base import State
+from pltpack.codec.profile import Profile
+from pltpack.codec.rate import predicts_kl
 from pltpack.dumps import open_dumps
 from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest
 from pltpack.snapshot import Identity, Snapshot
 
-#: Tier without a profile, and with one.
+#: Tier without a profile, with one, and with one that predicts no KL divergence.
 DEFAULT_QUALITY = "q4"
 DEFAULT_CALIBRATED = "balanced"
+DEFAULT_UNMEASURED = "fixed-step"
 
 #: Fields in which a profile and the sessions must agree where both know them.
 PROFILE_FIELDS = ("weights", "tokenizer", "rope", "keys", "tp_rank", "tp_size")
@@ -69,7 +72,8 @@ def compress(
     out : path-like
         Archive folder to make; must not exist, or be an empty folder.
     quality : str, optional
-        Tier, ``balanced`` by default with a profile and ``q4`` without; see `pltpack.codec.registry.TIERS`.
+        Tier, ``balanced`` by default with a profile (``fixed-step`` if it was made without a model) and ``q4`` without;
+        see `pltpack.codec.registry.TIERS`.
     dedup : bool
         Let sessions share: shared prefixes are stored once.
     block : int
@@ -106,7 +110,7 @@ def compress(
         If `out` exists.
     """
     arrays, of = _profile(profile, external_profile)
-    chosen = quality or (DEFAULT_QUALITY if arrays is None else DEFAULT_CALIBRATED)
+    chosen = quality or _default_quality(arrays, of)
     settings = Settings(chosen, dedup, block, arrays, external_profile is not None, target or Target(), near, window,
                         tau)  # fmt: skip
     settings.check()
@@ -163,6 +167,12 @@ def _profile(
         raise UnsupportedError("a profile is either embedded or external")
     path = embedded if embedded is not None else external
     return (None, None) if path is None else profiles.load(path)
+
+
+def _default_quality(arrays: State | None, of: Identity | None) -> str:
+    if arrays is None or of is None:
+        return DEFAULT_QUALITY
+    return DEFAULT_CALIBRATED if predicts_kl(Profile(arrays, of.layers)) else DEFAULT_UNMEASURED
 
 
 def _own(folder: Path, path: PathLike | None, arrays: State | None) -> PathLike | None:

@@ -40,8 +40,8 @@ _UNIT_HEADER_BYTES = 5 + 12
 #: Share of its raw size that a token takes which is stored exactly and by itself.
 _PLANES = 0.75
 _RUN_TOKENS = 32
-#: Prediction of a profile that was made without a model.
-_UNMEASURED = [0, 1]
+#: What a profile that was made without a model says of its source's KL divergence.
+NOT_MEASURED = "not measured"
 _PIECE = 2048
 #: Tokens added to the distance to a turn's end: a chat may be cut there, but of many turns only few are.
 TURN_DISTANCE = 64
@@ -94,6 +94,12 @@ def token_classes(profile: Profile, snapshot: Snapshot, cuts: Sequence[int]) -> 
     return importance.classes(predicted)
 
 
+def predicts_kl(profile: Profile) -> bool:
+    """Whether a profile knows the model's KL divergence: one that was made of dumps alone says that it does not."""
+    source = profile.about.get("source")
+    return not (isinstance(source, dict) and source.get("kl") == NOT_MEASURED)
+
+
 def choose(
     codec: TransformCodec,
     snapshot: Snapshot,
@@ -123,11 +129,12 @@ def choose(
     """
     low, high = -_REACH, _REACH
     if target_kl is not None:
+        if not predicts_kl(codec.profile):
+            raise ValueError("the profile was made without a model and predicts no KL divergence: choose the tier "
+                             "fixed-step or a target of bits or bytes, or calibrate with the model")  # fmt: skip
         probe = Probe(codec, snapshot, classes)
         if (least := probe.kl(low)) > target_kl:
-            known = codec.profile.about["kl"] != _UNMEASURED
-            hint = "" if known else "; its profile was made without a measurement of it: give a target of bits or bytes"
-            raise ValueError(f"at the finest step a KL divergence of {least:.3g} is predicted, not {target_kl:g}{hint}")
+            raise ValueError(f"at the finest step a KL divergence of {least:.3g} is predicted, not {target_kl:g}")
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if probe.kl(middle) <= target_kl else (low, middle - 1)

@@ -29,6 +29,7 @@ TIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "near": ("transform", {"target_kl": 0.003}),
     "balanced": ("transform", {"target_kl": 0.01}),
     "small": ("transform", {"target_kl": 0.025}),
+    "fixed-step": ("transform", {"step": 0.5}),
     **{f"q{bits}": ("group", {"bits": bits}) for bits in (1, 2, 3, 4)},
     **{f"turboquant-{bits}": ("turboquant", {"bits": bits}) for bits in (2, 3, 4)},
 }

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pltpack.archive import profiles
 from pltpack.archive.reader import Archive
 from pltpack.errors import DumpError, FormatError, NotFoundError
 from pltpack.quality.agreement import require_agreement
@@ -177,15 +178,35 @@ def family_of(quality: str) -> str:
 
 
 @contextlib.contextmanager
-def of_archives(paths: Sequence[Path]) -> Iterator[list[FromArchive]]:
-    """Open archives side by side; those of equal quality are told apart by their folders' names."""
+def of_archives(paths: Sequence[Path], profile: Path | None = None) -> Iterator[list[FromArchive]]:
+    """Open archives side by side; those of equal quality are told apart by their folders' names.
+
+    Parameters
+    ----------
+    paths : sequence of Path
+    profile : Path, optional
+        The profile of those that refer to one outside of them.
+    """
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(Archive(path)) for path in paths]
+        opened = [stack.enter_context(_opened(path, profile)) for path in paths]
         qualities = [archive.manifest.quality for archive in opened]
         yield [
             FromArchive(archive, archive.path.name if qualities.count(archive.manifest.quality) > 1 else None)
             for archive in opened
         ]
+
+
+def _opened(path: Path, profile: Path | None) -> Archive:
+    """An archive, with the profile only if it names this one: others may be scored beside it."""
+    archive = Archive(path, profile=profile)
+    if profile is None:
+        return archive
+    states = [(library, index) for library in archive.libraries for index in range(len(library.states))]
+    wanted = {library.profile_digest(index) for library, index in states if not library.embeds(index)}
+    if wanted - {None} and profiles.digest(profiles.load(profile)[0]) not in wanted:
+        archive.close()
+        return Archive(path)
+    return archive
 
 
 @contextlib.contextmanager
