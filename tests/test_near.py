@@ -12,7 +12,7 @@ from archives import equal_bits, relative_error
 from cli_common import done_json, write_dumps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from near_common import IDENTITY, family, passage, session
+from near_common import IDENTITY, family, passage, session, values_of
 from profiles_common import save_profile
 
 import pltpack
@@ -265,7 +265,7 @@ def test_real_sessions(real_dumps, tmp_path, quality):
     for near in (False, True):
         pltpack.compress([real_dumps], tmp_path / str(near), quality=quality, near=near)
     assert size(tmp_path / "True") < size(tmp_path / "False")
-    originals = open_dumps([real_dumps])
+    originals = list(open_dumps([real_dumps]))
     before, after = errors(tmp_path / "False", originals), errors(tmp_path / "True", originals)
     for name, error in after.items():
         assert error <= 1.05 * before[name]
@@ -297,3 +297,24 @@ def test_the_command_line(tmp_path):
     with_near = done_json(*common, "-o", tmp_path / "a", "--window", 32, "--tau", 0.1)
     without = done_json(*common, "-o", tmp_path / "b", "--no-near")
     assert with_near["archive_bytes"] <= without["archive_bytes"]
+
+
+def test_windows_of_other_tokens_with_the_same_predictions_are_tried(tmp_path):
+    """Behind the same trial: what holds the same values is predicted, what does not is left alone."""
+    rng = np.random.default_rng(0)
+    captured = {
+        "logprobs": np.log(0.9 * rng.dirichlet(np.ones(8), 128)).astype(np.float32),
+        "logprob_ids": np.stack([rng.permutation(50)[:8] for _ in range(128)]).astype(np.int32),
+    }
+    ids = [passage(seed, 128) for seed in (1, 2, 3)]
+    values = [values_of(ids[0], 0.05), values_of(ids[0], 0.07), values_of(ids[2], 0.05)]
+    snapshots = [
+        Snapshot.from_arrays(name, np.asarray(tokens, np.int32), layers, IDENTITY, **captured)
+        for name, tokens, layers in zip("abc", ids, values, strict=True)
+    ]
+    path = made_of(snapshots, tmp_path / "a")
+    pltpack.verify(path)
+    with pltpack.open(path) as archive:
+        assert [len(archive.shard(name).runs) for name in "abc"] == [1, 1, 0]
+    assert predicted_units(path) == 2
+    assert size(path) < 0.9 * size(made_of(snapshots, tmp_path / "b", near=False))

@@ -1,7 +1,8 @@
 """Near windows: sessions are predicted from equal tokens at other places, which move to the library if need be.
 
-Matches of tokens (`pltpack.trie.matching`) are tried before anything is written. Those that pay for their rows, and for
-the nodes that must be made for them, become mapping rows (docs/reuse.md).
+Matches of tokens (`pltpack.trie.matching`) and of captured predictions (`pltpack.trie.ann`) are tried before anything
+is written. Those that pay for their rows, and for the nodes that must be made for them, become mapping rows
+(docs/reuse.md).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pltpack.archive.promotion import Candidate, promote, worth
 from pltpack.archive.reader import Archive
 from pltpack.archive.settings import Settings
 from pltpack.archive.sharing import Sharing, prefix_end
+from pltpack.archive.similar import similar_matches
 from pltpack.archive.tails import find_tails, fitting
 from pltpack.archive.trial import Text, Trial
 from pltpack.format import tables
@@ -69,7 +71,7 @@ def add_near(
         return Candidate(match, promise, saved - 2 * cut - tables.RUN.itemsize)
 
     # Matches of one source follow each other, so that it is decoded once.
-    matches = sorted(_matches(texts, first, settings.window), key=lambda match: (match.source, match.source_start))
+    matches = sorted(_matches(texts, snapshots, settings), key=lambda match: (match.source, match.source_start))
     tried = [candidate for candidate in in_order(attempt, matches, pool) if candidate.gain > 0]
 
     def weigh(match: Match) -> Candidate:
@@ -105,10 +107,12 @@ def _texts(sharing: Sharing, libraries: Sequence[Library], snapshots: Sequence[S
     return texts
 
 
-def _matches(texts: Sequence[Text], first: int, window: int) -> list[Match]:
+def _matches(texts: Sequence[Text], snapshots: Sequence[Snapshot], settings: Settings) -> list[Match]:
+    first, own_from = len(texts) - len(snapshots), [text.own_from for text in texts]
     found = find_matches([text.tokens for text in texts], [text.salt for text in texts], range(first, len(texts)),
-                         [text.own_from for text in texts], window=window)  # fmt: skip
+                         own_from, window=settings.window)  # fmt: skip
     matches = [match for each in found for match in each]
+    matches += similar_matches(snapshots, own_from[first:], found, first, settings.window, settings.tau)
     if movable(texts[first].identity):
         return matches
     return [match for match in matches if texts[match.source].position + match.source_start == match.start]
