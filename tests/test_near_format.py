@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import pltpack
 from benchmarks.near_archives import Builder, Node, Row
@@ -19,13 +22,13 @@ from benchmarks.surgery import Surgery
 from pltpack.archive import mapped
 from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.transfer import export_session, import_session
-from pltpack.codec import registry
+from pltpack.codec import moving, registry
 from pltpack.codec.base import KeyValue
 from pltpack.codec.rope import Rotation
 from pltpack.dumps import open_dumps
 from pltpack.errors import FormatError
 from pltpack.format import tables
-from pltpack.snapshot import Identity, Snapshot
+from pltpack.snapshot import DTYPES, Identity, Snapshot
 from tests import near_common
 from tests.profiles_common import IDENTITY, random_profile, save_profile, session, words
 
@@ -128,6 +131,17 @@ class TestReading:
             snapshot = opened.read("other")
             assert all(same(snapshot.layer(i), wanted) for i, wanted in enumerate(expected["other"]))
 
+    def test_few_decoded_units_are_kept(self, made, monkeypatch):
+        archive, expected = made
+        for limit in (0, 5000):
+            with pltpack.open(archive) as opened:
+                opened._decoded._limit = limit
+                for name in ("other", "source", "other"):
+                    snapshot = opened.read(name)
+                    assert all(same(snapshot.layer(i), wanted) for i, wanted in enumerate(expected[name]))
+                assert opened._decoded._size <= limit
+                opened._decoded.clear()
+
     def test_layers_held_in_a_file(self, made, monkeypatch):
         archive, expected = made
         monkeypatch.setattr("pltpack.archive.spans.MEMORY_BYTES", 0)
@@ -213,6 +227,23 @@ class TestMovedKeys:
                 part = slice(first - 60, last - 60)
                 moved = rotation.shift(k.astype(np.float32), first - shift, first).astype(k.dtype)
                 assert same((keys[:, part], values[:, part]), (moved, v))
+
+    @given(st.integers(0, 2**32), st.integers(1, 600), st.sampled_from(["half", "interleaved"]), st.integers(1, 6))
+    @settings(max_examples=25, deadline=None)
+    def test_compiled_bits_are_those_of_single_operations(self, seed, tokens, style, pairs):
+        rng = np.random.default_rng(seed)
+        rotation = Rotation.of({"theta": 500.0, "dim": 2 * pairs, "style": style}, "rotated", 12)
+        assert rotation is not None
+        bits = rng.integers(0, 1 << 16, (2, tokens + 9, 12), np.uint16)
+        keys = bits.view(DTYPES["BF16"])[:, 4 : 4 + tokens]
+        wide = keys.astype(np.float32)
+        position, target = (int(n) for n in rng.integers(0, 1 << 20, 2))
+        moving.move(keys, rotation, position, target)
+        moving.move(wide, rotation, position, target)
+        with np.errstate(over="ignore"):
+            limit = np.float32(ml_dtypes.finfo(keys.dtype).max)
+            wanted = np.clip(wide, -limit, limit).astype(keys.dtype)
+        assert np.array_equal(words(keys), words(wanted))
 
     def test_what_is_not_finite_becomes_zero(self):
         keys = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)

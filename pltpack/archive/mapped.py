@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import ml_dtypes
 import numpy as np
 
 from pltpack.archive.batch import Batch
@@ -17,9 +16,6 @@ from pltpack.codec.base import KeyValue
 from pltpack.codec.rope import Rotation
 from pltpack.errors import FormatError
 from pltpack.snapshot import Identity
-
-#: Tokens whose keys are moved at once: tables of angles are kept for later ones, and must stay small.
-_MOVED_TOKENS = 256
 
 
 def movable(identity: Identity) -> bool:
@@ -127,6 +123,8 @@ def _fill(
             batch.add(library, record, rooms[first])
             return
         found = [library.decode(record)]
+    elif library.decoded is not None:
+        found = library.decoded.get(library, record)
     else:
         inside = [rooms[i] if whole and 0 <= i < len(rooms) else None for i in range(first, first + len(unit.layers))]
         targets = [room or fresh(layer, unit.tokens) for room, layer in zip(inside, unit.layers, strict=True)]
@@ -141,8 +139,6 @@ def _fill(
 def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int) -> None:
     """Move keys ``[H, T, D]`` of the stored dtype from their positions to others, in place.
 
-    Components that are not finite become 0: what a machine gives for them would not be the same everywhere.
-
     Parameters
     ----------
     keys : ndarray
@@ -153,12 +149,7 @@ def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int) 
         Positions of the first token before and after.
     """
     rotation = Rotation.of(identity.rope, identity.keys, keys.shape[2])
-    if rotation is None:
-        return
-    limit = float(ml_dtypes.finfo(keys.dtype).max)
-    for at in range(0, keys.shape[1], _MOVED_TOKENS):
-        part = keys[:, at : at + _MOVED_TOKENS]
-        with np.errstate(over="ignore", invalid="ignore"):
-            moved = rotation.shift(part.astype(np.float32), position + at, target + at)
-            moved[~np.isfinite(moved)] = 0
-            part[:] = np.clip(moved, -limit, limit).astype(keys.dtype)
+    if rotation is not None:
+        from pltpack.codec.moving import move
+
+        move(keys, rotation, position, target)

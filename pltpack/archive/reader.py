@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pltpack.archive import profiles
+from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.decoding import decode_layers, one_buffer, span_pieces
 from pltpack.archive.library import Library
 from pltpack.archive.segments import Segment
@@ -81,6 +82,7 @@ class Archive:
         self._entries = {entry.session: entry for entry in self.manifest.sessions}
         self._shards: dict[str, Shard] = {}
         self._retired: list[Segment] = []
+        self._decoded = DecodedUnits()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self.libraries: list[Library] = []
@@ -109,12 +111,14 @@ class Archive:
         for segment in (*self.libraries, *self._shards.values(), *self._retired):
             segment.close()
         self.libraries, self._shards, self._retired = [], {}, []
+        self._decoded.clear()
 
     def _open_libraries(self, manifest: Manifest) -> list[Library]:
         opened: list[Library] = []
         try:
             for entry in manifest.libraries:
                 opened.append(Library(self.path, entry, manifest.identity, self._find_profile))
+                opened[-1].decoded = self._decoded
                 if len(opened) > MAX_OPEN:
                     opened[-1].container.release()
         except BaseException:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -17,6 +18,9 @@ from pltpack.errors import FormatError
 from pltpack.format.container import FORMAT_VERSION, Container
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry
+
+if TYPE_CHECKING:
+    from pltpack.archive.decoded import DecodedUnits
 
 
 def fresh(layer: LayerGeometry, tokens: int) -> KeyValue:
@@ -35,6 +39,8 @@ class Segment(abc.ABC):
         Checked unit index.
     minor : int
         The container's minor version.
+    decoded : DecodedUnits or None
+        Where decoded units that references are made of are kept.
     """
 
     container: Container
@@ -42,6 +48,7 @@ class Segment(abc.ABC):
     units: np.ndarray
     identity: Identity
     minor: int
+    decoded: DecodedUnits | None = None
 
     def _check_kind(self, kind: str) -> None:
         metadata, path = self.container.metadata, self.container.path
