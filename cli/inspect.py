@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pltpack_cli.options import PATH, archive_argument, json_option, profile_option
-from pltpack_cli.output import count, number, plain, print_json, print_rich, size
+from pltpack_cli.output import count, mapped, number, plain, print_json, print_rich, size
 from pltpack_cli.trie import print_trie, trie_of, with_sessions, write_svg
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def _add_library(add: Callable[..., Tree], parent: Tree, segment: Mapping[str, A
 
 
 def _add_session(add: Callable[..., Tree], parent: Tree, entry: Mapping[str, Any]) -> None:
-    shared = f" ({entry['shared_tokens']:,} shared)" if entry["shared_tokens"] else ""
-    branch = add(parent, entry["session"], f"{count(entry['tokens'], 'token')}{shared}, {_codec(entry)}, "
+    branch = add(parent, entry["session"], f"{count(entry['tokens'], 'token')}{mapped(entry)}, {_codec(entry)}, "
                  f"raw {size(entry['raw_bytes'])}, shard {size(entry['bytes'])}")  # fmt: skip
     add(branch, entry["file"], count(entry["units"], "unit")
         + (f", corrections {size(entry['correction_bytes'])}" if entry["correction_bytes"] else ""))  # fmt: skip

@@ -68,14 +68,20 @@ def _jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def mapped(facts: Mapping[str, Any]) -> str:
+    """How many of an archive's or a session's tokens are shared and predicted, in parentheses, for people."""
+    kinds = ("shared", "predicted")
+    found = [f"{facts[f'{kind}_tokens']:,} {kind}" for kind in kinds if facts[f"{kind}_tokens"]]
+    return f" ({', '.join(found)})" if found else ""
+
+
 def print_stats(stats: Mapping[str, Any], archive: object) -> None:
     """Print what an archive holds and saves, for people; `stats` is what the library gives."""
-    shared = stats["shared_tokens"]
     print_rows([
         ("archive", str(archive)),
         ("quality", str(stats["quality"])),
         ("sessions", f"{stats['sessions']:,}"),
-        ("tokens", f"{stats['tokens']:,}" + (f" ({shared:,} shared)" if shared else "")),
+        ("tokens", f"{stats['tokens']:,}{mapped(stats)}"),
         ("raw", size(stats["raw_bytes"])),
         ("packed", size(stats["archive_bytes"])),
         ("  library", size(stats["library_bytes"])),
@@ -84,6 +90,7 @@ def print_stats(stats: Mapping[str, Any], archive: object) -> None:
         ("ratio", number(stats["ratio"], 2, "x")),
         ("bits/element", number(stats["bits_per_element"], 3)),
         ("dedup hit rate", number(100 * stats["dedup_hit_rate"], 1, " %")),
+        *([("saved by sharing", f"about {size(stats['saved_bytes'])}")] if stats["saved_bytes"] > 0 else []),
     ])  # fmt: skip
 
 
