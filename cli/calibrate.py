@@ -76,6 +76,5 @@ def calibrate(
         rows.append(("importance", f"R2 {number(found['r2'], 2)} on held-out windows, {number(found['gain_bits'], 2)} "
                                    f"of {number(found['possible_bits'], 2)} bits per active component"))  # fmt: skip
     seconds = result["seconds"]
-    spent = f"{number(seconds['all'], 0)} s" + (f", {number(seconds['model'], 0)} s of it the model's" if "model" in
-                                               seconds else "")  # fmt: skip
-    print_rows([*rows, ("time", spent)])
+    passes = f", {number(seconds['model'], 0)} s for the model's passes and {number(seconds['rest'], 0)} s for the rest"
+    print_rows([*rows, ("time", f"{number(seconds['all'], 0)} s" + (passes if model else ""))])

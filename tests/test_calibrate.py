@@ -75,6 +75,8 @@ def test_a_profile_is_whole_and_names_its_model(made: tuple[Path, dict]) -> None
     measured = [row["kl"] for row in about(arrays)["source"]["kl"]]
     assert 0 < measured[0] < measured[-1]
     assert about(arrays)["kl"] == report["kl"]
+    seconds = report["seconds"]
+    assert 0 < seconds["model"] < seconds["all"] and seconds["rest"] == seconds["all"] - seconds["model"]
 
 
 def test_whitened_keys_have_unit_variance(made: tuple[Path, dict], tiny: Path, text: Path) -> None:
@@ -165,6 +167,19 @@ def test_from_dumps_variance_takes_the_place_of_sensitivity(tmp_path: Path) -> N
     assert np.array_equal(root, np.eye(width, dtype=np.float16) * root[0, 0])
     again = done_json("calibrate", "--from-dumps", tmp_path / "dumps", "-o", tmp_path / "q", "--tokens", "4096")
     assert again["digest"] == report["digest"]
+
+
+def test_a_profile_of_dumps_alone_has_a_tier_of_its_own(tmp_path: Path) -> None:
+    write_dumps(tmp_path / "dumps")
+    done("calibrate", "--from-dumps", tmp_path / "dumps", "-o", tmp_path / "p", "--tokens", "4096")
+    done("compress", tmp_path / "dumps", "-o", tmp_path / "a", "--profile", tmp_path / "p")
+    with pltpack.open(tmp_path / "a") as archive:
+        assert archive.manifest.quality == "fixed-step"
+    near = ("--profile", tmp_path / "p", "--quality", "near")
+    refused = run("compress", tmp_path / "dumps", "-o", tmp_path / "b", *near)
+    assert refused.exit_code == 3
+    assert "fixed-step" in refused.stderr and "bits or bytes" in refused.stderr
+    done("compress", tmp_path / "dumps", "-o", tmp_path / "c", "--profile", tmp_path / "p", "--target-bits", "6")
 
 
 def test_the_command_line_makes_a_profile(tiny: Path, text: Path, tmp_path: Path, made: tuple[Path, dict]) -> None:
@@ -297,11 +312,14 @@ def test_tops_are_eigenvectors() -> None:
     rng = np.random.default_rng(3)
     x = (rng.normal(size=(2000, 120)) * 2.0 ** -np.arange(120).clip(0, 20)).astype(np.float32)
     covariance = x.T @ x / 2000
-    values, vectors = bases.top_components(covariance, 8)
     truth = np.linalg.eigvalsh(covariance)[::-1][:8]
-    assert np.allclose(values[:7], truth[:7], rtol=1e-3)
-    assert values[7] == pytest.approx(truth[7], rel=0.1)
-    assert np.allclose(vectors.T @ vectors, np.eye(8), atol=1e-4)
+    start = x[:: 2000 // bases.sample_size(8)][: bases.sample_size(8)]
+    found = [bases.subspace(few, 8, lambda: iter([x[:700], x[700:]])) for few in (start, start[:3])]
+    for values, vectors in (*found, bases.eigen(covariance, 8)):
+        assert np.allclose(values[:7], truth[:7], rtol=1e-3)
+        assert values[7] == pytest.approx(truth[7], rel=0.1)
+        assert np.allclose(vectors.T @ vectors, np.eye(8), atol=1e-4)
+    assert bases.is_wide(120, 40) and not bases.is_wide(120, 41)
 
 
 def test_duals_of_rounded_bases_lose_nothing_in_their_span() -> None:

@@ -7,30 +7,68 @@ integers are cheap.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 #: Step of a shared component's entries over 1/σ, in whitened units (mean variance of keys: 1).
 STEP = 2e-3
 #: Coarsest step of a component's entries in parts of their root mean square, for the shared and for the layers' own.
 COARSEST, COARSEST_LOCAL = 1.0, 0.3
-_ITERATIONS = 2
+# Directions beyond those wanted that the search for a subspace carries along: a share of them, and how many at least.
+_MORE, _LEAST_MORE = 0.08, 8
 
 
-def top_components(covariance: np.ndarray, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Largest eigenvalues, float32 ``[count]`` falling, and nearly their eigenvectors, ``[rows, count]``.
+def is_wide(rows: int, count: int) -> bool:
+    """Whether `count` eigenvectors of so many rows are better searched for than all of them computed."""
+    return count <= rows // 3
 
-    Subspace iteration from a random start (Halko, Martinsson & Tropp, arXiv 0909.4061).
+
+def eigen(covariance: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Largest eigenvalues ``[count]``, falling, and their eigenvectors ``[rows, count]``; all are computed."""
+    values, vectors = np.linalg.eigh(covariance)
+    return values[::-1][:count].copy(), np.ascontiguousarray(vectors[:, ::-1][:, :count])
+
+
+def sample_size(count: int) -> int:
+    """Tokens that a search for `count` eigenvectors starts from."""
+    return count + max(int(_MORE * count), _LEAST_MORE)
+
+
+def subspace(
+    start: np.ndarray, count: int, pieces: Callable[[], Iterator[np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Largest eigenvalues of E[x xᵀ], float32 ``[count]``, falling, and nearly their eigenvectors, ``[rows, count]``.
+
+    Subspace iteration (Halko, Martinsson & Tropp, arXiv 0909.4061) that never makes the matrix: it is `rows` wide, and
+    products with the tokens themselves take half the time. Tokens as a start are worth half an iteration, one more
+    follows, and what it found is diagonalized.
+
+    Parameters
+    ----------
+    start : ndarray
+        float32 ``[sample_size(count), rows]``: tokens; where there are not so many, chance directions fill up.
+    count : int
+    pieces : callable
+        Gives all tokens, float32 ``[T, rows]`` at a time; called twice.
     """
-    rows = len(covariance)
-    if count > rows // 3:
-        values, vectors = np.linalg.eigh(covariance)
-        return values[::-1][:count].copy(), np.ascontiguousarray(vectors[:, ::-1][:, :count])
-    basis = np.random.default_rng(seed).standard_normal((rows, count), np.float32)
-    for _ in range(_ITERATIONS):
-        basis, _ = np.linalg.qr(covariance @ basis)
-    small = basis.T @ (covariance @ basis)
-    values, vectors = np.linalg.eigh((small + small.T) / 2)
-    return values[::-1].copy(), basis @ vectors[:, ::-1]
+    missing = sample_size(count) - len(start)
+    if missing > 0:
+        chance = np.random.default_rng(0).standard_normal((missing, start.shape[1]), np.float32)
+        start = np.concatenate([start, chance])
+    basis, _ = np.linalg.qr(start.T)
+    turned = np.zeros_like(basis)
+    for piece in pieces():
+        turned += piece.T @ (piece @ basis)
+    basis, _ = np.linalg.qr(turned)
+    small, tokens = np.zeros((basis.shape[1], basis.shape[1])), 0
+    for piece in pieces():
+        found = piece @ basis
+        small += found.T @ found
+        tokens += len(piece)
+    values, vectors = np.linalg.eigh(small / tokens)
+    chosen = np.ascontiguousarray(vectors[:, ::-1][:, :count], dtype=np.float32)
+    return values[::-1][:count].astype(np.float32), basis @ chosen
 
 
 def residual_components(block: np.ndarray, shared: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ import numpy as np
 from pltpack.archive import profiles
 from pltpack.codec.base import SINK_TOKENS
 from pltpack.codec.profile import VERSION, pack_about
+from pltpack.codec.rate import NOT_MEASURED
 from pltpack.codec.rows import from_rows, to_rows
 from pltpack.dumps import open_dumps
 from pltpack.errors import ConflictError, NotFoundError, UnsupportedError
@@ -35,6 +36,8 @@ TOKENS, WINDOW = 40960, 1024
 CACHED = 0.75
 #: Shortest window, and shortest session of dumps that is used.
 LEAST_WINDOW = 16
+#: Tokens that are read after a window's cache where KL divergence is measured.
+READ = 128
 #: Most shared components of a group without a rank given, and the share of the model's BF16 bytes for the profile.
 MAX_RANK, PROFILE_SHARE = 1500, 0.06
 # Bytes of a quantized entry of a basis, compressed: on the safe side of what is measured.
@@ -89,8 +92,8 @@ def calibrate(
     -------
     dict
         ``output``, ``digest``, ``bytes`` (compressed, as an archive holds it), ``share`` (of the model's BF16 bytes),
-        ``tokens``, ``rank``, ``layer_group``, ``importance`` (R² and gain), ``kl``, ``seconds`` (of the model's passes,
-        and of all).
+        ``tokens``, ``rank``, ``layer_group``, ``importance`` (R² and gain), ``kl``, ``seconds`` (``model``: its
+        passes over the windows, ``rest``, and ``all``).
 
     Raises
     ------
@@ -140,7 +143,7 @@ def calibrate(
     ends = turn_ends(tokenizer, loaded.config, getattr(loaded.network, "generation_config", None))
     arrays = _arrays(fitted, sinks, UNKNOWN, ends, source)
     chosen = np.unique(np.linspace(0, len(ids) - 1, kl_fit.WINDOWS).round().astype(int))
-    probes = [(_snapshot(windows, i, ids[i][:cut], identity), ids[i][cut:]) for i in chosen]
+    probes = [(_snapshot(windows, i, ids[i][:cut], identity), ids[i][cut : cut + READ]) for i in chosen]
     kl, measured = kl_fit.measure(loaded, arrays, identity, probes, stage)
     arrays["about"] = _about(fitted, kl, ends, {**source, "kl": measured})
     report = _write(output, arrays, identity, windows)
@@ -149,7 +152,7 @@ def calibrate(
     return {
         **report, "share": report["bytes"] / weights, "tokens": int(ids.size), "rank": rank, "layer_group": size,
         "importance": {"r2": learned.explained, "gain_bits": learned.gain, "possible_bits": learned.possible},
-        "kl": kl, "seconds": {"model": passes, "all": time.perf_counter() - started},
+        "kl": kl, "seconds": _seconds(started, passes),
     }  # fmt: skip
 
 
@@ -199,10 +202,10 @@ def calibrate_from_dumps(
     rank = profile_rank or default_rank(blocks, size, None)
     fitted = Fitter(windows, size, rank, None, stage).fit()
     count = sum(stop - start for _, start, stop in parts)
-    arrays = _arrays(fitted, _sinks(windows, []), UNKNOWN, [], {"kind": "dumps", "tokens": count, "kl": "not measured"})
+    arrays = _arrays(fitted, _sinks(windows, []), UNKNOWN, [], {"kind": "dumps", "tokens": count, "kl": NOT_MEASURED})
     report = _write(output, arrays, identity, windows)
     return {**report, "tokens": count, "rank": rank, "layer_group": size, "importance": None, "kl": None,
-            "seconds": {"all": time.perf_counter() - started}}  # fmt: skip
+            "seconds": _seconds(started)}  # fmt: skip
 
 
 def default_rank(blocks: Blocks, layer_group: int, budget: float | None) -> int:
@@ -324,6 +327,11 @@ def _write(output: Path, arrays: dict[str, np.ndarray], identity: Identity, wind
     return {"output": output, "digest": digest, "bytes": len(state.pack(arrays))}
 
 
+def _seconds(started: float, passes: float = 0.0) -> dict[str, float]:
+    whole = time.perf_counter() - started
+    return {"model": passes, "rest": whole - passes, "all": whole}
+
+
 def _check_new(output: Path, force: bool) -> None:
     if output.exists() and not force:
         raise ConflictError("exists already (replace it with --force)", output)
@@ -340,5 +348,3 @@ def _check_sizes(tokens: int, window: int, profile_rank: int | None, layer_group
 def _silent(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
     del stage, done, total
-
-

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import numpy as np
 
 from pltpack.codec import importance, rans
@@ -39,11 +42,8 @@ class Counter:
             log_step = base - OCTAVE // 2 * (int(kind) - importance.ORDINARY)
             classes = (self._logs - log_step - _LOWEST) // CLASS_WIDTH
             live = np.flatnonzero((classes >= 0) & (classes < self._kinds))
-            values = np.rint(coefficients[np.ix_(token_class == kind, live)] * 2.0 ** (-log_step / OCTAVE))
-            high = values.astype(np.int64) >> self._raw[classes[live]]
-            symbols = np.where(np.abs(high) > LARGEST, ESCAPE, np.where(high > 0, 2 * high - 1, -2 * high))
-            flat = (classes[live] * SYMBOLS + symbols).reshape(-1)
-            self.counts += np.bincount(flat, minlength=self.counts.size).reshape(self.counts.shape)
+            tokens, scale = np.flatnonzero(token_class == kind), 2.0 ** (-log_step / OCTAVE)
+            _count(coefficients, tokens, live, classes[live], scale, self._raw, self.counts)
 
     def tables(self) -> tuple[np.ndarray, int]:
         """Frequencies uint16 ``[K, 64]``, and the logarithm at which class 0 begins."""
@@ -64,6 +64,18 @@ class Counter:
         silent = known[~fires[known]]
         quiet = int(silent.max()) + 1 if len(silent) else -(_LOWEST // CLASS_WIDTH) - 3 * 4
         return min(quiet, self._kinds - 1)
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _count(found: Any, tokens: Any, live: Any, classes: Any, scale: float, raw: Any, counts: Any) -> None:
+    for t in tokens:
+        for i in range(len(live)):
+            kind = classes[i]
+            high = np.int64(np.rint(found[t, live[i]] * scale)) >> raw[kind]
+            if high > LARGEST or high < -LARGEST:
+                counts[kind, ESCAPE] += 1
+            else:
+                counts[kind, 2 * high - 1 if high > 0 else -2 * high] += 1
 
 
 def _thinned(counts: np.ndarray) -> np.ndarray:

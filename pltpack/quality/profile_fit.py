@@ -20,7 +20,7 @@ from pltpack.quality.windows import Windows
 MAX_GROUP_ROWS = 16384
 #: Windows from which scales and tables are counted, every how many of their tokens, and of all for the covariance.
 TABLE_WINDOWS, TABLE_STEP, COVARIANCE_STEP = 10, 2, 3
-#: Windows whose covariance product is made at once.
+# Tokens whose products are made at once.
 _PIECE = 4096
 
 Stage = Callable[[str, int, int], None]
@@ -171,16 +171,13 @@ class Fitter:
         self.groups: list[_Group] = []
         spans = _spans(self.blocks, self.layer_group)
         for first, last in spans:
-            covariance = self._covariance(first, last)
             rank = min(self.rank, last - first)
-            self._stage("basis", 0, 1)
-            values, vectors = bases.top_components(covariance, rank)
+            values, vectors, layers = self._eigenvectors(first, last, rank)
             deviation = np.sqrt(np.maximum(values, 0))
             entries, scale = bases.quantize_shared(np.ascontiguousarray(vectors.T), deviation)
             own = []
-            for a, b in self._layers(first, last):
-                at = slice(a - first, b - first)
-                columns = bases.residual_components(covariance[at, at], vectors[at], values)
+            for (a, b), covariance in zip(self._layers(first, last), layers, strict=True):
+                columns = bases.residual_components(covariance, vectors[a - first : b - first], values)
                 quantized, own_scale = bases.quantize_local(np.ascontiguousarray(columns.T))
                 local.append(quantized.reshape(-1))
                 local_scales.append(own_scale)
@@ -197,20 +194,45 @@ class Fitter:
         edges = [row for row in self.blocks.layer_rows if first <= row <= last]
         return list(itertools.pairwise(edges))
 
-    def _covariance(self, first: int, last: int) -> np.ndarray:
-        """Covariance of the whitened rows of a group, float32."""
-        total = np.zeros((last - first, last - first), np.float32)
-        held, count, tokens = [], 0, 0
+    def _eigenvectors(self, first: int, last: int, rank: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Of a group's whitened rows: eigenvalues, eigenvectors, and the covariance of each layer."""
+        spans = [(a - first, b - first) for a, b in self._layers(first, last)]
+        if not bases.is_wide(last - first, rank):
+            total, tokens = np.zeros((last - first, last - first), np.float32), 0
+            for piece in self._pieces(first, last, "covariance"):
+                total += piece.T @ piece
+                tokens += len(piece)
+            total /= tokens
+            self._stage("basis", 0, 1)
+            return *bases.eigen(total, rank), [total[a:b, a:b] for a, b in spans]
+        layers, tokens = [np.zeros((b - a, b - a), np.float32) for a, b in spans], 0
+        for piece in self._pieces(first, last, "covariance"):
+            for (a, b), sum_ in zip(spans, layers, strict=True):
+                sum_ += piece[:, a:b].T @ piece[:, a:b]
+            tokens += len(piece)
+        start = self._sample(first, last, bases.sample_size(rank))
+        found = bases.subspace(start, rank, lambda: self._pieces(first, last, "basis"))
+        return *found, [sum_ / tokens for sum_ in layers]
+
+    def _sample(self, first: int, last: int, count: int) -> np.ndarray:
+        """Whitened rows of about so many tokens of all windows, evenly."""
+        each = -(-count // self.windows.count)
+        parts = []
         for index in range(self.windows.count):
-            self._stage("covariance", index, self.windows.count)
+            rows = self.windows.rows(index, part=slice(first, last))
+            parts.append(rows[np.linspace(0, len(rows) - 1, min(each, len(rows))).round().astype(int)])
+        return self._white(np.concatenate(parts)[:count], first)
+
+    def _pieces(self, first: int, last: int, stage: str) -> Iterator[np.ndarray]:
+        """Whitened rows of a group, every `COVARIANCE_STEP`-th token, some windows at a time."""
+        held, count = [], 0
+        for index in range(self.windows.count):
+            self._stage(stage, index, self.windows.count)
             held.append(self._white(self.windows.rows(index, step=COVARIANCE_STEP, part=slice(first, last)), first))
             count += len(held[-1])
             if count >= _PIECE or index == self.windows.count - 1:
-                piece = np.concatenate(held)
-                total += piece.T @ piece
-                held, tokens, count = [], tokens + count, 0
-        total /= tokens
-        return total
+                yield np.concatenate(held)
+                held, count = [], 0
 
     def _white(self, rows: np.ndarray, first: int) -> np.ndarray:
         mean = self.arrays["mean"][first : first + rows.shape[1]]
@@ -262,5 +284,3 @@ def _as_half(root: np.ndarray) -> np.ndarray:
     """A symmetric matrix as the profile's numbers are, float16; computed with in float64."""
     half = root.astype(np.float16).astype(np.float64)
     return (half + half.T) / 2
-
-

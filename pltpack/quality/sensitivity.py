@@ -53,9 +53,7 @@ def measure(gradients: Callable[[int], np.ndarray], count: int, blocks: Blocks) 
     sample = range(0, count, 2 if count >= _MANY else 1)
     fisher = _mean(map(gradients, sample), blocks, None)
     for _ in range(_ITERATIONS):
-        inverse = _roots(fisher)[1]
-        energy = (_energy(gradients(index), blocks, inverse) for index in sample)
-        fisher = _mean(map(gradients, sample), blocks, energy)
+        fisher = _mean(map(gradients, sample), blocks, _roots(fisher)[1])
     roots, inverse = _roots(fisher)
     return Sensitivity(roots, inverse, [_energy(gradients(index), blocks, inverse) for index in range(count)])
 
@@ -74,12 +72,13 @@ def by_variance(covariances: Sequence[np.ndarray], blocks: Blocks) -> list[np.nd
     return roots
 
 
-def _mean(windows: Iterator[np.ndarray], blocks: Blocks, energy: Iterator[np.ndarray] | None) -> list[np.ndarray]:
+def _mean(windows: Iterator[np.ndarray], blocks: Blocks, inverse: list[np.ndarray] | None) -> list[np.ndarray]:
+    """Mean of g gᵀ per block, weighted by the energy that inverse roots of F give, or plain."""
     sums = [np.zeros((width, width)) for width in blocks.widths]
     count = 0
     for window in windows:
-        if energy is not None:
-            weight = (blocks.rows / np.maximum(next(energy), 1e-30)) ** (EQUALITY / 2)
+        if inverse is not None:
+            weight = (blocks.rows / np.maximum(_energy(window, blocks, inverse), 1e-30)) ** (EQUALITY / 2)
             window = window * weight[:, None].astype(np.float32)
         for first, parts in blocks.split(window):
             for block, product in enumerate(parts.transpose(0, 2, 1) @ parts, first):
@@ -102,6 +101,8 @@ def _roots(fisher: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndar
 
 
 def _energy(window: np.ndarray, blocks: Blocks, inverse: Sequence[np.ndarray]) -> np.ndarray:
-    whitened = blocks.multiply(window, inverse)
-    found: np.ndarray = np.einsum("tr,tr->t", whitened, whitened, dtype=np.float64)
+    found = np.zeros(len(window))
+    for first, parts in blocks.split(window):
+        whitened = parts @ np.stack(inverse[first : first + len(parts)]).astype(np.float32)
+        found += np.einsum("btw,btw->t", whitened, whitened)
     return found
