@@ -29,7 +29,7 @@ from profiles_common import (
     words,
 )
 
-from pltpack.codec import importance, rate
+from pltpack.codec import coefficients, importance, prediction, rate
 from pltpack.codec.base import KeyValue
 from pltpack.codec.blas import single_threaded
 from pltpack.codec.coefficients import OCTAVE
@@ -62,8 +62,8 @@ def turn(codec: TransformCodec, arrays: list[KeyValue], position: int, layers=LA
     return payloads, out
 
 
-def bounds(codec: TransformCodec, group: range, arrays, back, identity: Identity, position: int, steps) -> None:
-    """Check the error of a layer group's tokens in whitened rows."""
+def whitened_errors(codec: TransformCodec, group: range, arrays, back, identity: Identity, position: int):
+    """Errors of a layer group's tokens in whitened rows, and what rounding to the dtype may add to each."""
     profile, layers = codec.profile, identity.layers[group.start : group.stop]
     before, finite = to_rows(arrays, layers, identity, position)
     after, _ = to_rows(back, layers, identity, position)
@@ -74,9 +74,15 @@ def bounds(codec: TransformCodec, group: range, arrays, back, identity: Identity
         error.append(profile.whiten(np.ascontiguousarray((after - before)[:, at : at + width]), layer))
         root = max(root, *(float(np.linalg.norm(m, 2)) for m in profile._roots))
         at += width
-    norm = np.linalg.norm(np.concatenate(error, axis=1), axis=1)
     relative, least = ROUNDING[layers[0].dtype]
     rounding = root * (relative * np.linalg.norm(np.abs(after) + np.abs(before), axis=1) + least * np.sqrt(at))
+    return np.linalg.norm(np.concatenate(error, axis=1), axis=1), rounding
+
+
+def bounds(codec: TransformCodec, group: range, arrays, back, identity: Identity, position: int, steps) -> None:
+    """Check the error of a layer group's tokens in whitened rows."""
+    norm, rounding = whitened_errors(codec, group, arrays, back, identity, position)
+    at = sum(codec.profile.layers[layer].elements_per_token for layer in group)
     shared = len(codec._bases_of(unit_of(group, 1, layers=identity.layers)).logs) - at
     limit = 0.5 * steps * (np.sqrt(shared) + np.sqrt(at))
     assert (norm <= 1.001 * limit + rounding + 1e-5).all()
@@ -207,6 +213,119 @@ def test_a_reference_is_coded_against() -> None:
     bounds(codec, group, arrays, back, IDENTITY, 8, np.full(40, 0.3))
     with pytest.raises(ValueError, match="reference"):
         codec.decode_span(memoryview(payload), unit, back)
+
+
+def references(kind: str, arrays: list[KeyValue], layers, rng: np.random.Generator) -> list[KeyValue]:
+    """Something to predict arrays from, good or bad."""
+    other = values_of(rng.integers(100, 200, arrays[0][0].shape[1]), layers)
+    out = []
+    for pair, strange in zip(arrays, other, strict=True):
+        found = []
+        for a, b in zip(pair, strange, strict=True):
+            wide, noise = a.astype(np.float32), rng.normal(size=a.shape)
+            with np.errstate(over="ignore", invalid="ignore"):
+                found.append({
+                    "equal": wide, "near": wide * (1 + 0.05 * noise), "far": wide + 3 * noise, "strange": b,
+                    "opposite": -wide, "huge": noise * 1e13, "beyond": noise * 3e37,
+                    "lost": np.where(noise > 1.5, np.nan, wide), "endless": np.where(noise > 2, np.inf, wide),
+                    "mixed": np.where(np.arange(a.shape[1])[:, None] % 2, wide, 1e4 * noise),
+                }[kind].astype(a.dtype))  # fmt: skip
+        out.append((found[0], found[1]))
+    return out
+
+
+def near_unit(group: range, tokens: int, position: int, layers=LAYERS):
+    return dataclasses.replace(unit_of(group, tokens, position, layers), near=True)
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(["equal", "near", "far", "strange", "opposite", "huge", "beyond", "lost", "endless", "mixed"]),
+    dtype=st.sampled_from(["BF16", "F16", "F32", "F8_E4M3"]),
+    tokens=st.integers(1, 40),
+    position=st.sampled_from([0, 3, 900]),
+    group=st.integers(1, 3),
+    step=st.sampled_from([0.02, 0.3, 2.0]),
+    seed=st.integers(0, 1000),
+)
+def test_no_reference_makes_a_unit_worse_or_longer(kind, dtype, tokens, position, group, step, seed) -> None:
+    layers = with_dtype(dtype)
+    identity, rng = dataclasses.replace(IDENTITY, layers=layers), np.random.default_rng(seed)
+    codec = started(random_profile(layers, seed, group), identity, step=step)
+    codec._classes = rng.integers(0, importance.CLASSES, position + tokens).astype(np.uint8)
+    widths = rate.value_of(rate.steps(rate.log_of(step)))[codec._classes[position:]]
+    arrays = values_of(rng.integers(0, 99, tokens), layers, seed)
+    guess = references(kind, arrays, layers, rng)
+    for found in codec.layer_groups(len(layers)):
+        part = slice(found.start, found.stop)
+        unit = near_unit(found, tokens, position, layers)
+        payload = codec.encode_span(unit, arrays[part], guess[part])
+        assert codec.encode_span(unit, arrays[part], guess[part]) == payload
+        plain = codec.encode_span(unit, arrays[part])
+        assert len(payload) <= 1.001 * len(plain) + (tokens + 1) // 2 + 160
+        back = empty_like(arrays[part])
+        codec.decode_span(memoryview(payload), unit, back, guess[part])
+        # All components are coded: without a reference none is off by more than half a step.
+        error, rounding = whitened_errors(codec, found, arrays[part], back, identity, position)
+        count = len(codec._bases_of(unit).logs)
+        limit = np.sqrt(2 * 0.25 * count * tokens)
+        assert np.linalg.norm(error / widths) <= 1.001 * limit + np.linalg.norm((rounding + 1e-5) / widths)
+
+
+@settings(max_examples=60)
+@given(
+    spread=st.sampled_from([0.0, 0.02, 0.3, 1.0, 30.0]),
+    scale=st.sampled_from([-1.0, 0.0, 0.7, 1.0, 1e18]),
+    broken=st.booleans(),
+    step=st.integers(-60, 60),
+    seed=st.integers(0, 1000),
+)
+def test_errors_of_a_unit_do_not_grow_by_a_reference(spread, scale, broken, step, seed) -> None:
+    rng = np.random.default_rng(seed)
+    tables = started(PROFILE).profile.coder
+    tables = dataclasses.replace(tables, floor=-96)
+    logs = np.sort(rng.integers(-120, 120, 50))[::-1].astype(np.int32)
+    found = (rng.laplace(size=(20, 50)) * np.exp2(logs / OCTAVE)).astype(np.float32)
+    guess = (scale * found + spread * rng.normal(size=found.shape)).astype(np.float32)
+    if broken:
+        guess[3, 7], guess[4, 9] = np.nan, np.inf
+    steps, classes, exact = rate.steps(step), rng.integers(3, 9, 20), rng.random(20) < 0.2
+    chosen, quantized = prediction.choose(found, guess, classes, exact, steps, logs, tables)
+
+    def error(p: np.ndarray, q: np.ndarray) -> float:
+        share = prediction.shares()[p][:, None]
+        center = np.where(share > 0, share * np.where(share > 0, guess, 0), 0).astype(np.float64)
+        gap = (found - center) / rate.value_of(steps)[classes][:, None] - q
+        return float(np.square(gap[~exact]).sum())
+
+    bounds = coefficients.bounds_of(logs, steps, tables)[:, 0]
+    alone = np.rint(found / rate.value_of(steps)[classes][:, None])
+    alone[np.arange(50)[None] >= bounds[classes][:, None]] = 0
+    assert error(chosen, quantized) <= 1.0001 * error(np.zeros(20, int), alone) + 1e-6
+    if scale == 1 and spread == 0 and not broken:
+        assert (chosen[~exact] > 8).all()
+        assert not quantized.any()
+
+
+def test_a_prediction_is_worth_its_bytes_and_survives_what_is_not_finite() -> None:
+    codec, group = started(PROFILE, step=0.3), range(0, 2)
+    arrays = values_of(np.arange(40))[:2]
+    guess = [tuple((a.astype(np.float32) * 1.02).astype(a.dtype) for a in pair) for pair in arrays]
+    guess[1][0][0, 7, 1], guess[0][1][1, 9, 0] = np.nan, -np.inf
+    arrays[0][0][0, 11, 2] = np.inf
+    unit = near_unit(group, 40, 8)
+    payload = codec.encode_span(unit, arrays, guess)
+    assert len(payload) < 0.6 * len(codec.encode_span(unit, arrays))
+    back = empty_like(arrays)
+    codec.decode_span(memoryview(payload), unit, back, guess)
+    assert same_tokens(arrays, back)[11]
+    for array in (part for pair in back for part in pair):
+        assert np.isfinite(np.delete(array.astype(np.float32), 11, axis=1)).all()
+    with pytest.raises(ValueError, match="reference"):
+        codec.decode_span(memoryview(payload), unit, back)
+    for flags in (2, 4, 7):
+        with pytest.raises(ValueError, match="flags"):
+            codec.decode_span(memoryview(bytes([flags]) + payload[1:]), unit, back, guess)
 
 
 def test_one_layer_a_group_has_the_plain_interface_too() -> None:

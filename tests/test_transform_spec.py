@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -221,6 +222,37 @@ def test_a_reference_takes_the_place_of_the_mean():
     assert far_apart(mine, theirs, exact) is None
     with pytest.raises(ValueError, match="reference"):
         both(codec, arrays, session, unit, payload)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    st.lists(st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=3),
+    st.sampled_from(sorted(DTYPES)),
+    st.integers(1, 30),
+    st.sampled_from([0.0, 0.05, 1.0, 50.0]),
+    st.floats(0.01, 4),
+    st.booleans(),
+)
+def test_predictions_mean_the_same_to_both(shapes, dtype, rank, noise, step, broken):
+    session = drawn("s", ids(20), layers=tuple(shapes), dtype=dtype)
+    arrays = drawn_profile(session, layer_group=len(shapes), rank=rank)
+    codec = started(arrays, session, step)
+    codec._classes = np.arange(20, dtype=np.uint8) % 12
+    unit, values = unit_of(session, 3, 20)
+    unit = dataclasses.replace(unit, near=True)
+    rng = np.random.default_rng(len(shapes))
+    reference = [tuple((a.astype(np.float32) + noise * rng.normal(size=a.shape)).astype(a.dtype) for a in pair)
+                 for pair in values]  # fmt: skip
+    if broken:
+        reference[0][0][0, 5, 0] = np.nan
+    values[-1][1][0, 8, 0] = np.nan
+    payload = codec.encode_span(unit, values, reference)
+    assert payload[0] == 3
+    mine, theirs, exact = both(codec, arrays, session, unit, payload, reference)
+    assert exact[:, 8].all()
+    assert far_apart(mine, theirs, exact) is None
+    classes = payload[5 + 2 * int(exact[0].sum()) + 9 :][:9]
+    assert any(classes) or noise >= 1
 
 
 def test_the_digest_is_the_package_s():

@@ -109,7 +109,7 @@ def _code(values: Any, guess: Any, share: Any, bounds: Any, raw: Any, costs: Any
     squared, bits = 0.0, 0.0
     for kind in range(len(raw)):
         for i in range(bounds[kind + 1], bounds[kind]):
-            x = values[i] - share * guess[i]
+            x = values[i] - share * guess[i] if share > 0 else values[i]
             if not abs(x) < MAX_VALUE:
                 return np.inf, np.inf
             whole = np.rint(x)
@@ -154,7 +154,11 @@ def _tails(values: Any, guess: Any, out: Any) -> None:
 @_jit
 def _tail(tails: Any, at: Any, share: Any, inverse: Any) -> Any:
     """Squared error of the components from one on if they are not coded, in squared steps."""
-    left = tails[0, at] - 2 * share * tails[1, at] + share * share * tails[2, at]
+    left = tails[0, at]
+    if share > 0:
+        left += share * (share * tails[2, at] - 2 * tails[1, at])
+        if not left < np.inf:
+            return np.inf
     return max(left, 0.0) * np.float64(inverse) ** 2
 
 
