@@ -53,7 +53,7 @@ class Group:
         """Decode one unit."""
         reader, heads, dims = Reader(payload), unit.heads, (unit.k_dim, unit.v_dim)
         flags, reserved = reader.u8(), reader.take(3)
-        need(flags in (0, 1, 2) and reserved == bytes(3), "group payload has unknown flags")
+        need(flags in (0, 1, 2, 5) and reserved == bytes(3), "group payload has unknown flags")
         run_bytes, escape_count, length = reader.u32(), reader.u32(), reader.u32()
         codes = reader.array("<i2", 2 * heads).astype(np.int64)
         kinds = reader.array("u1", 2 * heads).astype(np.int64)
@@ -64,12 +64,16 @@ class Group:
         need(((token_class <= 10) | (token_class >= 14)).all(), "a token class does not exist")
         need(flags & 1 or not (token_class == 14).any(), "a token is a copy, but the payload has no reference")
         need(not flags & 1 or reference is not None, "payload has a reference, but the unit has none")
+        shifts = np.zeros(unit.tokens, np.int64)
+        if flags & 4:
+            packed = reader.array("u1", (unit.tokens + 1) // 2).astype(np.int64)
+            shifts = np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[: unit.tokens] - 8
         coded, exact = np.flatnonzero(token_class <= 10), np.flatnonzero(token_class == 15)
         frequencies = rope_frequencies(self.rope, unit.k_dim)
         centres = self.predictions(reader, unit, codes, flags, reference, frequencies)
         need(escape_count % 2 == 0, "number of escapes is odd")
         escapes = reader.array("<i2", escape_count).astype(np.int64)
-        table = np.minimum(kinds[:, None] + token_class[coded], 26)
+        table = np.clip(kinds[:, None] + (token_class + shifts)[coded], 0, 26)
         low_bits = np.maximum(0, (table - 8) >> 1)
         planes = [
             [reader.array("u1", int(r), (2 * ((dims[i >= heads] + 1) // 2) + 7) // 8) for r in low_bits[i]]

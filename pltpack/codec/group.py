@@ -8,7 +8,7 @@ are little-endian, all arithmetic on values is single binary32 operations, round
 
 | bytes | content |
 |---|---|
-| 1 | flags: bit 0 `referenced`, bit 1 `own means`; others 0. At most one is set |
+| 1 | flags: bit 0 `referenced`, bit 1 `own means`, bit 2 `shifted` (format 1.2); others 0. See below |
 | 3 | 0 |
 | 4 | u32 number of run bytes G |
 | 4 | u32 number of escaped values X, even |
@@ -16,6 +16,7 @@ are little-endian, all arithmetic on values is single binary32 operations, round
 | 4 H | i16 step code of each head, -928 to 960 |
 | 2 H | u8 table class of each head, 0 to 26 |
 | G | runs of token classes: class in the high 4 bits, run length - 1 in the low 4; they cover N tokens exactly |
+| ceil(N / 2) | `shifted` only: 4 bits per token, the first in the low half, 8 more than the shift of its tables |
 | 2 H (D_k + D_v) | `own means` only: i16 means of the channels, heads in order |
 | 2 X | i16 escaped values |
 | B | low-bit planes |
@@ -23,10 +24,13 @@ are little-endian, all arithmetic on values is single binary32 operations, round
 | Z | rANS stream |
 | the rest | if P differs between keys and values: a second rANS stream, for values; else nothing |
 
+At most one of `referenced` and `own means` is set, and `shifted` only with `referenced`.
+
 **Tokens.** Class c of a token: 0 to 10 coded with the head's step over ``2^(c / 2)``; 14 copied from the reference
 (`referenced` only); 15 exact. Of M coded tokens, token t of head i has step code ``C = code_i - 4 c_t``, step
 ``s = POWERS[C mod 8] * 2^floor(C / 8)`` (POWERS is ``2^(i / 8)`` rounded to binary32), table class
-``k = min(class_i + c_t, 26)`` and ``r = max(0, floor((k - 8) / 2))`` low bits.
+``k = min(max(class_i + c_t + shift_t, 0), 26)`` (shift 0 if not `shifted`) and ``r = max(0, floor((k - 8) / 2))`` low
+bits.
 
 **Streams.** Symbol rows have P columns: for each head in order, for each coded token in order, one row with table
 ``k`` for keys or ``27 + k`` for values; then, for each head in order and each exact token in order, two rows with
@@ -153,7 +157,7 @@ class GroupCodec(Codec):
             raise ValueError(f"unit arrays are {keys.shape} and {values.shape}, not {shapes[0]} and {shapes[1]}")
         if self._coding is None:
             self._coding = group_encode.Coding(STEPS[self.bits], self._freqs, levels.bit_costs(self._freqs),
-                                               rans.encode_tables(self._freqs))  # fmt: skip
+                                               rans.encode_tables(self._freqs), self._shrink)  # fmt: skip
         return group_encode.encode(self._coding, layer, unit, (keys, values), reference)
 
     def decode(

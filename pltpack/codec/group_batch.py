@@ -60,7 +60,7 @@ def _parse(data: Any, heads: int, dim: int, classes: Any, codes: Any, bases: Any
         bases[h] = data[_HEADER_BYTES + 4 * heads + h]
     if tokens.unpack(data[runs_at : runs_at + runs], False, classes) != classes.size:
         return False
-    coded, exact, key_low, value_low = quantize.plan(classes, codes, bases, dim // 2, dim // 2, kinds)
+    coded, exact, key_low, value_low = quantize.plan(classes, classes, codes, bases, dim // 2, dim // 2, kinds)
     if coded < 0:
         return False
     own = runs_at + runs
@@ -168,8 +168,8 @@ def _finish(unit: Any, scratch: Any, used: int, shrink: Any) -> bool:
     low, middle = places[_LOW], places[_LOW] + places[_KEY_LOW]
     end = quantize.dequantize(
         symbols[: rows * half].reshape((rows, half)), symbols[rows * half : 2 * rows * half].reshape((rows, half)),
-        classes, bases, codes, shrink, key_means, value_means, False, data[low:middle], data[middle : places[_REST]],
-        escapes[:given], unit[_TURN], cos, sin, key_words, value_words, none, none,
+        classes, classes, bases, codes, shrink, key_means, value_means, False, data[low:middle],
+        data[middle : places[_REST]], escapes[:given], unit[_TURN], cos, sin, key_words, value_words, none, none,
     )  # fmt: skip
     if end != given:
         return False

@@ -16,7 +16,7 @@ from pltpack.codec.payload import Reader
 from pltpack.codec.rope import Rotation
 from pltpack.snapshot import DTYPES, LayerGeometry
 
-REFERENCED, OWN_MEANS = 1, 2
+REFERENCED, OWN_MEANS, SHIFTED = 1, 2, 4
 #: Flags (one byte and three that are 0), run bytes, escaped values, length of the first stream.
 HEADER = struct.Struct("<4I")
 #: `own means` count in this share of the head's step.
@@ -58,6 +58,7 @@ class Header:
     codes: np.ndarray
     bases: np.ndarray
     classes: np.ndarray
+    ranks: np.ndarray
     means: np.ndarray
     escapes: np.ndarray
     stream: int
@@ -109,7 +110,7 @@ def decode(
     header = _header(reader, layer, unit)
     heads, halves = layer.geometry.heads, (pairs(layer.geometry.k_dim), pairs(layer.geometry.v_dim))
     kinds = np.empty(4 * heads * unit.tokens, dtype=np.int64)
-    coded, exact, *sizes = quantize.plan(header.classes, header.codes, header.bases, *halves, kinds)
+    coded, exact, *sizes = quantize.plan(header.classes, header.ranks, header.codes, header.bases, *halves, kinds)
     if coded < 0:
         raise ValueError("a step or a table class is out of range")
     predictions = _predictions(header, layer, unit, reference)
@@ -143,16 +144,20 @@ def _header(reader: Reader, layer: Layer, unit: Unit) -> Header:
     heads, channels = layer.geometry.heads, layer.geometry.elements_per_token
     fixed = reader.take(HEADER.size + 6 * heads)
     flags, runs, escapes, stream = HEADER.unpack_from(fixed)
-    if flags not in (0, REFERENCED, OWN_MEANS) or escapes % 2:
+    if flags not in (0, REFERENCED, OWN_MEANS, REFERENCED | SHIFTED) or escapes % 2:
         raise ValueError("payload header is damaged")
     # Copies are aligned and writable, always one type to the compiled loops.
     codes = np.frombuffer(fixed, "<i2", 2 * heads, HEADER.size).astype(np.int16)
     bases = np.frombuffer(fixed, np.uint8, 2 * heads, HEADER.size + 4 * heads).copy()
-    body = reader.array(runs + 2 * (channels if flags == OWN_MEANS else 0) + 2 * escapes, "u1")
-    classes = tokens.unpack_runs(body[:runs], unit.tokens, flags == REFERENCED)
-    numbers = body[runs:].copy().view("<i2").astype(np.int16, copy=False)
+    shifts = (unit.tokens + 1) // 2 if flags & SHIFTED else 0
+    body = reader.array(runs + shifts + 2 * (channels if flags == OWN_MEANS else 0) + 2 * escapes, "u1")
+    classes = tokens.unpack_runs(body[:runs], unit.tokens, bool(flags & REFERENCED))
+    ranks = classes.astype(np.int16)
+    if shifts:
+        ranks += tokens.unpack_shifts(body[runs : runs + shifts], unit.tokens)
+    numbers = body[runs + shifts :].copy().view("<i2").astype(np.int16, copy=False)
     split = len(numbers) - escapes
-    return Header(flags, codes, bases, classes, numbers[:split], numbers[split:], stream)
+    return Header(flags, codes, bases, classes, ranks, numbers[:split], numbers[split:], stream)
 
 
 def _symbols(reader: Reader, header: Header, kinds: np.ndarray, halves: tuple[int, int], counts: tuple[int, int],
@@ -191,9 +196,9 @@ def _dequantize(layer: Layer, unit: Unit, header: Header, predictions: KeyValue,
         else:
             floats[part] = np.zeros(x.shape, dtype=np.float32)
     used = quantize.dequantize(
-        symbols[0][0], symbols[1][0], header.classes, header.bases, header.codes, shrink, predictions[0],
-        predictions[1], predictions[0].shape[1] > 1, low[0], low[1], header.escapes, turn, cos, sin, words[0],
-        words[1], floats[0], floats[1],
+        symbols[0][0], symbols[1][0], header.classes, header.ranks, header.bases, header.codes, shrink,
+        predictions[0], predictions[1], predictions[0].shape[1] > 1, low[0], low[1], header.escapes, turn, cos, sin,
+        words[0], words[1], floats[0], floats[1],
     )  # fmt: skip
     if used != header.escapes.size:
         raise ValueError("payload has a wrong number of escapes")

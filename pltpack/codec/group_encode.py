@@ -6,13 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from pltpack.codec import quantize, rans, scales, tokens
+from pltpack.codec import group_near, quantize, rans, scales, tokens
 from pltpack.codec.base import KeyValue, Unit
 from pltpack.codec.group_decode import (
     HEADER,
     MEAN_UNIT,
     OWN_MEANS,
     REFERENCED,
+    SHIFTED,
     Layer,
     own_means,
     padded,
@@ -34,12 +35,13 @@ _FEW = 16
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """What the encoder takes from its codec: step of the tier, frequencies, int32 costs in 1/256 bit, rANS tables."""
+    """What the encoder takes from its codec: step, frequencies, int32 costs in 1/256 bit, rANS tables, shrink."""
 
     step: float
     freqs: np.ndarray
     costs: np.ndarray
     tables: np.ndarray
+    shrink: np.ndarray
 
 
 def encode(coding: Coding, layer: Layer, unit: Unit, arrays: KeyValue, reference: KeyValue | None) -> bytes:
@@ -47,13 +49,22 @@ def encode(coding: Coding, layer: Layer, unit: Unit, arrays: KeyValue, reference
     x = unrotated(arrays, layer, unit)
     classes = _token_classes(x, layer, unit)
     codes = _step_codes(coding.step, x, classes, layer)
-    flags, means, prediction = _predict(x, classes, codes, layer, unit, reference)
+    flags, means, prediction, plain = _predict(x, classes, codes, layer, unit, reference)
+    near = unit.near and flags == REFERENCED
+    if near:
+        codes = group_near.raised(x, prediction, plain, classes, codes, coding.shrink)
     if flags == REFERENCED and reference is not None:
         classes[_same_tokens(arrays, reference)] = tokens.COPY
     heads = layer.geometry.heads
     q = [np.zeros((heads, unit.tokens, 2 * pairs(dim)), dtype=np.int32) for dim in layer.dims]
     magnitudes = _quantize(x, prediction, classes, codes, q)
-    bases = np.zeros(2 * heads, dtype=np.uint8)
+    bases, ranks, shifts = np.zeros(2 * heads, dtype=np.uint8), classes.astype(np.int16), b""
+    if near:
+        group_near.copy_zeros(q, classes)
+        bases, moved = group_near.tables(q, layer.dims, classes, coding.costs)
+        if moved.any():
+            flags, shifts = REFERENCED | SHIFTED, tokens.pack_shifts(moved).tobytes()
+        ranks = classes.astype(np.int16) + moved
     rows, low, escapes = [], [], []
     for part, dim in enumerate(layer.dims):
         area = slice(part * CLASSES, (part + 1) * CLASSES)
@@ -61,19 +72,21 @@ def encode(coding: Coding, layer: Layer, unit: Unit, arrays: KeyValue, reference
         for h in range(heads):
             head = part * heads + h
             values = q[part][h][:, :dim]
-            bases[head] = _table_class(values, classes, float(magnitudes[head]), pairs(dim), coding.costs[area])
-            found.append(_emit(values, classes, int(bases[head]), pairs(dim), coding.freqs[area]))
+            if not near:
+                bases[head] = _table_class(values, classes, ranks, float(magnitudes[head]), pairs(dim),
+                                           coding.costs[area])  # fmt: skip
+            found.append(_emit(values, classes, ranks, int(bases[head]), pairs(dim), coding.freqs[area]))
         rows.append(np.concatenate([f[0] for f in found]))
         low += [f[1].tobytes() for f in found]
         escapes += [f[2].astype("<i2").tobytes() for f in found]
     exact, rest = _exact(arrays, np.flatnonzero(classes == tokens.EXACT))
     kinds = np.empty(4 * heads * unit.tokens, dtype=np.int64)
-    quantize.plan(classes, codes, bases, pairs(layer.dims[0]), pairs(layer.dims[1]), kinds)
+    quantize.plan(classes, ranks, codes, bases, pairs(layer.dims[0]), pairs(layer.dims[1]), kinds)
     streams = _streams(coding.tables, [*rows, *exact], kinds)
     runs, escaped = tokens.pack_runs(classes), b"".join(escapes)
     return b"".join([
         HEADER.pack(flags, len(runs), len(escaped) // 2, len(streams[0])),
-        codes.astype("<i2").tobytes(), bases.tobytes(), runs.tobytes(),
+        codes.astype("<i2").tobytes(), bases.tobytes(), runs.tobytes(), shifts,
         means.astype("<i2").tobytes() if flags == OWN_MEANS else b"",
         escaped, *low, *rest, *streams,
     ])  # fmt: skip
@@ -128,8 +141,11 @@ def _coarser(codes: np.ndarray, x: KeyValue, classes: np.ndarray) -> np.ndarray:
 
 
 def _predict(x: KeyValue, classes: np.ndarray, codes: np.ndarray, layer: Layer, unit: Unit,
-             reference: KeyValue | None) -> tuple[int, np.ndarray, KeyValue]:  # fmt: skip
-    """The prediction that promises the fewest bits: flags, means as stored, and float32 predictions."""
+             reference: KeyValue | None) -> tuple[int, np.ndarray, KeyValue, KeyValue]:  # fmt: skip
+    """The prediction that promises the fewest bits: flags, means as stored, and float32 predictions.
+
+    Then the best prediction without the reference.
+    """
     none = np.zeros(0, dtype=np.int16)
     means = _means(x, classes, codes)
     found: list[tuple[int, np.ndarray, KeyValue]] = [
@@ -140,7 +156,8 @@ def _predict(x: KeyValue, classes: np.ndarray, codes: np.ndarray, layer: Layer, 
         keys, values = unrotated(reference, layer, unit)
         found.append((REFERENCED, none, (padded(keys), padded(values))))
     bits = [_promised_bits(x, prediction, classes, codes) + 16.0 * means.size for _, means, prediction in found]
-    return found[int(np.argmin(np.nan_to_num(bits, nan=np.inf)))]
+    promised = np.nan_to_num(bits, nan=np.inf)
+    return *found[int(np.argmin(promised))], found[int(np.argmin(promised[:2]))][2]
 
 
 def _means(x: KeyValue, classes: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -186,23 +203,24 @@ def _quantize(x: KeyValue, prediction: KeyValue, classes: np.ndarray, codes: np.
     return out
 
 
-def _table_class(q: np.ndarray, classes: np.ndarray, magnitude: float, half: int, costs: np.ndarray) -> int:
+def _table_class(q: np.ndarray, classes: np.ndarray, ranks: np.ndarray, magnitude: float, half: int,
+                 costs: np.ndarray) -> int:  # fmt: skip
     """The cheapest table class near the one that the mean magnitude suggests."""
     guess = UNIT_CLASS + 2 * np.log2(max(magnitude, 1e-3) * DEVIATION)
     middle = int(np.clip(np.rint(guess), 0, CLASSES - 1))
     near = range(max(0, middle - 2), min(CLASSES, middle + 3))
-    return min(near, key=lambda k: quantize.cost(q, classes, k, half, costs))
+    return min(near, key=lambda k: quantize.cost(q, classes, ranks, k, half, costs))
 
 
-def _emit(q: np.ndarray, classes: np.ndarray, base: int, half: int,
+def _emit(q: np.ndarray, classes: np.ndarray, ranks: np.ndarray, base: int, half: int,
           freqs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Symbol rows, low-bit planes and escaped values of one head."""
-    coded = classes[classes <= tokens.FINEST].astype(np.int64)
-    size = int(RAW_BITS[np.minimum(base + coded, CLASSES - 1)].sum()) * ((2 * half + 7) // 8)
+    coded = ranks[classes <= tokens.FINEST].astype(np.int64)
+    size = int(RAW_BITS[np.clip(base + coded, 0, CLASSES - 1)].sum()) * ((2 * half + 7) // 8)
     symbols = np.empty((len(coded), half), dtype=np.uint8)
     low = np.zeros(size, dtype=np.uint8)
     escapes = np.empty(2 * symbols.size, dtype=np.int16)
-    used = quantize.emit(q, classes, base, half, freqs, symbols, low, escapes)
+    used = quantize.emit(q, classes, ranks, base, half, freqs, symbols, low, escapes)
     return symbols, low, escapes[:used]
 
 

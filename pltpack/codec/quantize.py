@@ -26,8 +26,9 @@ def step_size(code: int) -> Any:
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _table_class(base: Any, token: Any) -> Any:
-    return min(np.int64(base) + np.int64(token), np.int64(CLASSES - 1))
+def _table_class(base: Any, rank: Any) -> Any:
+    """Of a token: `rank` is its class, plus its shift where it has one."""
+    return max(min(np.int64(base) + np.int64(rank), np.int64(CLASSES - 1)), np.int64(0))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -72,30 +73,32 @@ def _nibble(q: int, r: int) -> int:
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _symbol(row: Any, j: int, half: int, r: int) -> int:
+def symbol_of(row: Any, j: int, half: int, r: int) -> int:
+    """The symbol of pair `j` of a row of quantized values, with `r` low bits."""
     a = _nibble(row[j], r)
     b = _nibble(row[j + half], r) if j + half < row.size else 8
     return a | (b << 4) if a and b else 0
 
 
 @numba.njit(nogil=True, cache=True)
-def cost(q: Any, classes: Any, base: int, half: int, costs: Any) -> int:
-    """Code length of one head with base class `base`, in 1/256 bit."""
+def cost(q: Any, classes: Any, ranks: Any, base: int, half: int, costs: Any) -> int:
+    """Code length of one head with base class `base`, in 1/256 bit; `ranks` ``[T]`` as of `_table_class`."""
     total = 0
     for t in range(q.shape[0]):
         if classes[t] > FINEST:
             continue
-        k = _table_class(base, classes[t])
+        k = _table_class(base, ranks[t])
         r = RAW_BITS[k]
         line = costs[k]
         for j in range(half):
-            total += line[_symbol(q[t], j, half, r)]
+            total += line[symbol_of(q[t], j, half, r)]
         total += 512 * half * r
     return total
 
 
 @numba.njit(nogil=True, cache=True)
-def emit(q: Any, classes: Any, base: int, half: int, freqs: Any, symbols: Any, low: Any, escapes: Any) -> int:
+def emit(q: Any, classes: Any, ranks: Any, base: int, half: int, freqs: Any, symbols: Any, low: Any,
+         escapes: Any) -> int:  # fmt: skip
     """Write one head's symbols, low-bit planes and escaped pairs; give the number of escaped values."""
     width = (2 * half + 7) // 8
     rows = 0
@@ -104,10 +107,10 @@ def emit(q: Any, classes: Any, base: int, half: int, freqs: Any, symbols: Any, l
     for t in range(q.shape[0]):
         if classes[t] > FINEST:
             continue
-        k = _table_class(base, classes[t])
+        k = _table_class(base, ranks[t])
         r = RAW_BITS[k]
         for j in range(half):
-            s = _symbol(q[t], j, half, r)
+            s = symbol_of(q[t], j, half, r)
             if freqs[k, s] == 0:
                 s = 0
             symbols[rows, j] = s
@@ -125,7 +128,7 @@ def emit(q: Any, classes: Any, base: int, half: int, freqs: Any, symbols: Any, l
 
 
 @numba.njit(cache=True)
-def plan(classes: Any, codes: Any, bases: Any, key_half: int, value_half: int, tables: Any) -> Any:
+def plan(classes: Any, ranks: Any, codes: Any, bases: Any, key_half: int, value_half: int, tables: Any) -> Any:
     """Tables of all symbol rows, keys' quantized, values' quantized, keys' exact, values' exact.
 
     Returns
@@ -147,7 +150,7 @@ def plan(classes: Any, codes: Any, bases: Any, key_half: int, value_half: int, t
             base = bases[part * heads + h]
             for t in range(classes.size):
                 if classes[t] <= FINEST:
-                    k = _table_class(base, classes[t])
+                    k = _table_class(base, ranks[t])
                     tables[row] = part * CLASSES + k
                     size += RAW_BITS[k] * width
                     row += 1
@@ -269,6 +272,7 @@ def _escaped_pairs(symbols: Any, place: int, half: int, step: Any, centres: Any,
 def _heads(
     symbols: Any,
     classes: Any,
+    ranks: Any,
     bases: Any,
     codes: Any,
     shrink: Any,
@@ -306,14 +310,14 @@ def _heads(
             if token > FINEST:
                 t += 1
                 continue
-            k = _table_class(bases[h], token)
+            k = _table_class(bases[h], ranks[t])
             r = RAW_BITS[k]
             step = steps[token]
             place = row * half
             centre = (h * classes.size + t if moving else h) * 2 * half
             if usual and r <= fused.WIDEST:
                 end = t + 1
-                while end < classes.size and classes[end] == token:
+                while end < classes.size and classes[end] == token and ranks[end] == ranks[t]:
                     end += 1
                 fused.rows(symbols, place, low, at, r, half, step, shrink[k], centres, centre, 2 * half * moving,
                            rotation == 1, cos, sin, t * turned, words, h * (words.strides[0] // 2) + t * 2 * half,
@@ -361,6 +365,7 @@ def dequantize(
     key_symbols: Any,
     value_symbols: Any,
     classes: Any,
+    ranks: Any,
     bases: Any,
     codes: Any,
     shrink: Any,
@@ -386,6 +391,8 @@ def dequantize(
         uint8 ``[H * coded tokens, P]``, heads in order.
     classes : ndarray
         Token classes, uint8 ``[T]``; rows of exact and copied tokens are left as they are.
+    ranks : ndarray
+        Token classes plus shifts of their tables, ``[T]``.
     bases, codes : ndarray
         Table classes (uint8) and step codes (int16) of all heads ``[2 H]``.
     shrink : ndarray
@@ -406,9 +413,9 @@ def dequantize(
         Escaped values used; -1 if there are too few.
     """
     heads = bases.size // 2
-    used = _heads(key_symbols, classes, bases[:heads], codes[:heads], shrink[:CLASSES], key_centres, moving, key_low,
-                  escapes, 0, rotation, cos, sin, key_words, key_floats)  # fmt: skip
+    used = _heads(key_symbols, classes, ranks, bases[:heads], codes[:heads], shrink[:CLASSES], key_centres, moving,
+                  key_low, escapes, 0, rotation, cos, sin, key_words, key_floats)  # fmt: skip
     if used < 0:
         return used
-    return _heads(value_symbols, classes, bases[heads:], codes[heads:], shrink[CLASSES:], value_centres, moving,
-                  value_low, escapes, used, 0, cos, sin, value_words, value_floats)  # fmt: skip
+    return _heads(value_symbols, classes, ranks, bases[heads:], codes[heads:], shrink[CLASSES:], value_centres,
+                  moving, value_low, escapes, used, 0, cos, sin, value_words, value_floats)  # fmt: skip

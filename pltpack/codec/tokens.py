@@ -18,6 +18,8 @@ from pltpack.codec.base import SINK_TOKENS, Unit
 FINEST = 10
 COPY = 14
 EXACT = 15
+#: Range of the shifts of a token's tables.
+SHIFTS = (-8, 7)
 
 #: A value norm below ``SHORT`` times the median marks a sink; its step shrinks with the norm's 3/2 power.
 _SHORT = 0.5
@@ -100,3 +102,19 @@ def unpack_runs(runs: np.ndarray, tokens: int, copies: bool = True) -> np.ndarra
     if unpack(runs, copies, out) != tokens:
         raise ValueError("token classes are damaged")
     return out
+
+
+def pack_shifts(shifts: np.ndarray) -> np.ndarray:
+    """Shifts of tokens' tables as bytes, the first of two in the low half, 8 standing for none: uint8."""
+    found = np.full(-(-len(shifts) // 2) * 2, 8, dtype=np.uint8)
+    found[: len(shifts)] += shifts.astype(np.uint8)
+    out: np.ndarray = found[::2] | found[1::2] << 4
+    return out
+
+
+def unpack_shifts(packed: np.ndarray, tokens: int) -> np.ndarray:
+    """Inverse of `pack_shifts`, int16 ``[tokens]``."""
+    out = np.empty(2 * len(packed), dtype=np.int16)
+    out[::2], out[1::2] = packed & 15, packed >> 4
+    found: np.ndarray = out[:tokens] - np.int16(8)
+    return found
