@@ -258,6 +258,43 @@ class TestMovedKeys:
         assert np.array_equal(keys[0, 3], rotation.shift(whole[:, 3:4], 6, 12)[0, 0])
 
 
+@given(st.integers(0, 2**32), st.sampled_from(["lossless", "transform"]))
+@settings(max_examples=20, deadline=None)
+def test_any_mapping_is_read_as_written(tmp_path_factory, seed, name):
+    """Nodes, rows, edits and parts by chance; what is read is what the units hold, by either way of reading."""
+    rng = np.random.default_rng(seed)
+    source = session("source", rng.integers(0, 9, 60))
+    starts = rng.integers(0, 50, 3).tolist()
+    nodes = [Node(source, start, int(rng.integers(start + 1, 61))) for start in starts]
+    ids, rows, at = [], [], 0
+    for _ in range(int(rng.integers(1, 7))):
+        gap = int(rng.integers(0, 6))
+        index = int(rng.integers(0, 3))
+        size = nodes[index].stop - nodes[index].start
+        first = int(rng.integers(0, size))
+        length = int(rng.integers(1, size - first + 1))
+        rows.append(Row(at + gap, length, index, first))
+        ids += [*rng.integers(0, 9, gap), *nodes[index].tokens[first : first + length]]
+        at = len(ids)
+    tokens = np.array(ids, np.int32)
+    tokens[rng.random(len(ids)) < 0.02] = 8
+    other = session("other", tokens)
+    codec, arrays = started(name, IDENTITY)
+    folder = tmp_path_factory.mktemp("chance") / "archive"
+    builder = Builder(folder, codec, arrays, IDENTITY, nodes, rng, unit=int(rng.integers(1, 40)))
+    builder.add(other, rows, flags=float(rng.random()), exact_units=bool(rng.integers(2)))
+    archive = builder.finish()
+    start = int(rng.integers(0, len(ids)))
+    part = slice(start, int(rng.integers(start + 1, len(ids) + 1)))
+    layers = range(int(rng.integers(0, 3)), 3)
+    with pltpack.open(archive) as opened:
+        found, whole = opened.read("other", layers, part), opened.snapshot("other")
+        for index in layers:
+            wanted = builder.expected["other"][index]
+            assert same(whole.layer(index), wanted)
+            assert same(found.layer(index - layers.start), wanted, part)
+
+
 @pytest.mark.parametrize("quality", ["lossless", "q4", "q2", "transform"])
 def test_both_decoders_read_what_is_written(quality, tmp_path):
     profile = {}
