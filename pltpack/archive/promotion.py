@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from pltpack.archive.encoding import Promise
 from pltpack.archive.sharing import NewNode, Role, Run, Sharing, prefix_end
@@ -38,48 +39,57 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Tokens ``[start, stop)`` of a text, a new session, that move to the library."""
+    """Tokens ``[start, stop)`` of a session that move to the library.
 
-    text: int
+    `branch`: sessions that have all its tokens, and those before, part at its end.
+    """
+
     start: int
     stop: int
+    branch: bool = False
 
 
 class Intervals:
-    """What candidates are predicted from, merged.
+    """What moves to the library of one session.
 
     Parameters
     ----------
     candidates : iterable of Candidate
-        Those whose sources are new sessions.
+        Those that the session is the source of.
     """
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
-        ranges: dict[int, list[tuple[int, int]]] = {}
-        for candidate in candidates:
-            match = candidate.match
-            ranges.setdefault(match.source, []).append((match.source_start, match.source_start + match.length))
-        self._of = {text: _merged(sorted(each)) for text, each in sorted(ranges.items())}
-        self._index()
+        mine = [(c.match.source_start, c.match.source_start + c.match.length, c.promise is None) for c in candidates]
+        places = sorted({place for start, stop, exact in mine if exact for place in (start, stop)})
+        exact = _merged(sorted((start, stop) for start, stop, exact in mine if exact))
+        branches = [
+            Interval(low, high, True)
+            for low, high in itertools.pairwise(places)
+            if any(start <= low and high <= stop for start, stop in exact)
+        ]
+        near = _merged(sorted((start, stop) for start, stop, exact in mine if not exact))
+        free = [Interval(*piece) for start, stop in near for piece in _without(start, stop, exact)]
+        self._set([*branches, *free])
 
-    def _index(self) -> None:
-        self.all = [Interval(text, *each) for text, ranges in self._of.items() for each in ranges]
-        firsts = [0]
-        for ranges in self._of.values():
-            firsts.append(firsts[-1] + len(ranges))
-        self._first = dict(zip(self._of, firsts, strict=False))
+    def _set(self, intervals: Iterable[Interval]) -> None:
+        self.all = sorted(intervals, key=lambda each: each.start)
+        self._starts = [each.start for each in self.all]
 
-    def grow(self, text: int, taken: Sequence[tuple[int, int]], end: int) -> None:
-        """Take in what would be left alone between a text's intervals, its `taken` tokens, in order, and its ends."""
-        if text in self._of:
-            self._of[text] = _grown(self._of[text], taken, end)
-            self._index()
+    def grow(self, taken: Iterable[tuple[int, int]], end: int) -> None:
+        """Take in what would be left alone between intervals, tokens that are `taken`, and the session's `end`."""
+        branches = [each for each in self.all if each.branch]
+        fixed = sorted([*taken, *((each.start, each.stop) for each in branches)])
+        free = [(each.start, each.stop) for each in self.all if not each.branch]
+        self._set([*branches, *(Interval(*each) for each in _grown(free, fixed, end))])
 
-    def number(self, candidate: Candidate) -> int:
-        """Index in `all` of what holds a candidate's source."""
-        match = candidate.match
-        at = bisect.bisect_right(self._of[match.source], match.source_start, key=lambda each: each[0]) - 1
-        return self._first[match.source] + at
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Tokens ``[start, stop)``, cut where intervals end: (index of the interval, start, stop)."""
+        at, out = bisect.bisect_right(self._starts, start) - 1, []
+        while start < stop:
+            end = min(self.all[at].stop, stop)
+            out.append((at, start, end))
+            start, at = end, at + 1
+        return out
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -90,6 +100,17 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             out.append((start, stop))
     return out
+
+
+def _without(start: int, stop: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What is left of tokens ``[start, stop)`` without ranges, which are in order."""
+    for low, high in ranges:
+        if low < stop and start < high:
+            if start < low:
+                yield start, low
+            start = high
+    if start < stop:
+        yield start, stop
 
 
 def _grown(ranges: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
@@ -108,6 +129,13 @@ def _grown(ranges: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]], 
     return out
 
 
+def _by_source(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
+    out: dict[int, list[Candidate]] = {}
+    for candidate in candidates:
+        out.setdefault(candidate.match.source, []).append(candidate)
+    return dict(sorted(out.items()))
+
+
 def worth(candidates: Sequence[Candidate], sessions: range, node_bytes: int, fixed: int) -> list[Candidate]:
     """Candidates that pay for the nodes made for them.
 
@@ -122,14 +150,32 @@ def worth(candidates: Sequence[Candidate], sessions: range, node_bytes: int, fix
         Bytes that are spent if there is any node.
     """
     free = [c for c in candidates if c.match.source not in sessions]
-    moving = [c for c in candidates if c.match.source in sessions]
-    intervals = Intervals(moving)
-    net = [-node_bytes - 4.0 * (each.stop - each.start) for each in intervals.all]
-    for candidate in moving:
-        net[intervals.number(candidate)] += candidate.gain
-    if sum(gain for gain in net if gain > 0) <= fixed:
-        return free
-    return free + [c for c in moving if net[intervals.number(c)] > 0]
+    paying: list[Candidate] = []
+    total = 0.0
+    for mine in _by_source(c for c in candidates if c.match.source in sessions).values():
+        for exact in (True, False):
+            same = [c for c in mine if (c.promise is None) == exact]
+            for group in _connected(same):
+                start = min(c.match.source_start for c in group)
+                stop = max(c.match.source_start + c.match.length for c in group)
+                net = sum(c.gain for c in group) - len(Intervals(group).all) * node_bytes - 4 * (stop - start)
+                if net > 0:
+                    total += net
+                    paying += group
+    return free + paying if total > fixed else free
+
+
+def _connected(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Candidates by what their sources merge to."""
+    out: list[list[Candidate]] = []
+    end = -1
+    for candidate in sorted(candidates, key=lambda c: (c.match.source_start, c.match.session, c.match.start)):
+        match = candidate.match
+        if match.source_start > end:
+            out.append([])
+        out[-1].append(candidate)
+        end = max(end, match.source_start + match.length)
+    return out
 
 
 def promote(
@@ -148,31 +194,46 @@ def promote(
     kept : sequence of Candidate
     """
     first = len(texts) - len(snapshots)
-    moving = [c for c in kept if c.match.source >= first]
-    intervals = Intervals(moving)
     taken: list[list[tuple[int, int]]] = [[(0, prefix_end(runs))] for runs in sharing.runs]
     for candidate in kept:
         match = candidate.match
         taken[match.session - first].append((match.start, match.start + match.length))
-    for index, snapshot in enumerate(snapshots):
-        intervals.grow(first + index, sorted(taken[index]), len(snapshot))
-    users: list[set[int]] = [{each.text} for each in intervals.all]
-    for candidate in moving:
-        users[intervals.number(candidate)].add(candidate.match.session)
     nodes, runs = list(sharing.nodes), [list(rows) for rows in sharing.runs]
-    for each, sessions in zip(intervals.all, users, strict=True):
-        owner, length = snapshots[each.text - first], each.stop - each.start
-        runs[each.text - first].append(Run(each.start, length, None, len(nodes), 0, role=Role.SOURCE))
-        nodes.append(NewNode(owner, each.start, each.stop, len(sessions), None, len(owner) - each.stop))
-    for candidate in kept:
-        match, text = candidate.match, texts[candidate.match.source]
-        node, start = text.node, match.source_start
-        if node is None:
-            number = intervals.number(candidate)
-            node, start = len(sharing.nodes) + number, start - intervals.all[number].start
-        shift = match.start - text.position - match.source_start
-        role = Role.PREFIX if candidate.promise is None else Role.NEAR
-        runs[match.session - first].append(
-            Run(match.start, match.length, text.library, node, start, shift, role, candidate.promise)
-        )
+    for source, mine in _by_source(kept).items():
+        if source < first:
+            for candidate in mine:
+                runs[candidate.match.session - first].append(_row(candidate, texts[source], None, 0))
+            continue
+        owner = snapshots[source - first]
+        intervals = Intervals(mine)
+        intervals.grow(taken[source - first], len(owner))
+        users: list[set[int]] = [{source} for _ in intervals.all]
+        for candidate in mine:
+            match = candidate.match
+            for index, start, stop in intervals.pieces(match.source_start, match.source_start + match.length):
+                users[index].add(match.session)
+                piece = match._replace(start=match.start + start - match.source_start, length=stop - start,
+                                       source_start=start)  # fmt: skip
+                row = _row(dataclasses.replace(candidate, match=piece), texts[source], len(nodes) + index,
+                           intervals.all[index].start)  # fmt: skip
+                runs[match.session - first].append(row)
+        before = max(sharing.runs[source - first], key=lambda run: run.stop, default=None)
+        for each, sessions in zip(intervals.all, users, strict=True):
+            length, parent = each.stop - each.start, before if before and before.stop == each.start else None
+            row = Run(each.start, length, None, len(nodes), 0, role=Role.SOURCE)
+            boundary = 0 if each.branch else len(owner) - each.stop
+            nodes.append(NewNode(owner, each.start, each.stop, len(sessions), parent, boundary))
+            runs[source - first].append(row)
+            before = row
     return Sharing(nodes, [sorted(rows, key=lambda run: run.session_start) for rows in runs])
+
+
+def _row(candidate: Candidate, source: Text, node: int | None, node_start: int) -> Run:
+    """A candidate's mapping row; `node` and where it starts in its text, if the source is a session."""
+    match = candidate.match
+    shift = match.start - source.position - match.source_start
+    role = Role.PREFIX if candidate.promise is None else Role.NEAR
+    number = source.node if node is None else node
+    assert number is not None
+    return Run(match.start, match.length, source.library, number, match.source_start - node_start, shift, role,
+               candidate.promise)  # fmt: skip
