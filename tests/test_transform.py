@@ -386,6 +386,20 @@ class TestClasses:
         monkeypatch.setattr(rate, "TURN_DISTANCE", 0)
         assert np.array_equal(cut, rate.token_classes(profile, snapshot, ()))
 
+    def test_steps_are_made_finer_where_asked(self) -> None:
+        codec = started(PROFILE, step=0.5).prepare(session("s", np.arange(60)))
+        before = codec.token_steps
+        most = np.where(np.arange(60) < 30, before - 60, np.iinfo(np.int32).max)
+        most[5] = -100_000
+        after = codec.finer(most).token_steps
+        assert (after[30:] == before[30:]).all()
+        assert (after[:30] <= before[:30]).all()
+        reach = rate.steps(codec._log_step)[-1]
+        assert after[5] == reach
+        assert (codec.token_steps == before).all()
+        rest = np.delete(np.arange(30), 5)
+        assert (np.abs(after[rest] - np.maximum(most[rest], reach)) <= 6).all()
+
     def test_no_tokens_no_classes(self) -> None:
         codec = started(PROFILE, target_kl=0.01)
         assert codec.prepare(session("s", []))._classes.shape == (0,)

@@ -18,7 +18,7 @@ from pltpack.codec import coefficients, exact_tokens, importance, prediction, ra
 from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Unit
 from pltpack.codec.bases import Bases, GroupBases
 from pltpack.codec.blas import single_threaded
-from pltpack.codec.coefficients import Order
+from pltpack.codec.coefficients import OCTAVE, Order
 from pltpack.codec.payload import Reader
 from pltpack.codec.profile import NAMES, Profile
 from pltpack.codec.rows import from_rows, to_rows
@@ -100,6 +100,34 @@ class TransformCodec(Codec):
         goal = {key: value for key, value in self.get_config().items() if key != "step"}
         if goal and len(snapshot):
             out._log_step = rate.choose(out, snapshot, out._classes, **goal)
+        return out
+
+    @property
+    def token_steps(self) -> np.ndarray:
+        """Steps of all tokens of the session that `prepare` looked at: int32 ``[T]`` logarithms in 1/24 octave."""
+        classes = np.empty(0, np.uint8) if self._classes is None else self._classes
+        found: np.ndarray = rate.steps(self._log_step)[classes]
+        return found
+
+    def finer(self, most: np.ndarray) -> TransformCodec:
+        """The prepared codec with steps that are no larger, up to rounding to classes.
+
+        What others are predicted from pays for a finer step than its own session needs: a token near that session's
+        beginning may be one of the last of another. A reference as fine as they need saves them three times their bits,
+        where one with coarser steps saves them little.
+
+        Parameters
+        ----------
+        most : ndarray
+            int32 ``[T]``: see `token_steps`; the largest integers where any step will do.
+        """
+        out, every = copy.copy(self), rate.steps(self._log_step).astype(np.int64)
+        # Half a class of tolerance: to the nearest.
+        fine = every[None] <= np.asarray(most, np.int64)[:, None] + OCTAVE // 4
+        fine[:, -1] = True
+        wanted = fine.argmax(axis=1)
+        own = np.full(len(wanted), importance.ORDINARY, np.uint8) if self._classes is None else self._classes
+        out._classes = np.maximum(own, wanted).astype(np.uint8)
         return out
 
     def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
