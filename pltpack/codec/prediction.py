@@ -21,9 +21,10 @@ from pltpack.codec.rate import value_of
 CLASSES = 16
 #: Squared error, in squared steps, that is worth a bit when classes are chosen, once more if a unit then had more error
 #: than without a reference however it is rounded. 2 ln 2 / 12 = 0.12 is the slope of plain rounding at fine steps.
-_CHOOSING = (0.1, 0.03, 0.01)
-#: The same when coefficients are rounded: the highest is taken that keeps the unit's error.
-_ROUNDING = (0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.35, 0.4)
+_CHOOSING = (0.08, 0.03, 0.01)
+#: The same when coefficients are rounded: the highest is taken that keeps the unit's error. What a prediction leaves is
+#: alike in neighbouring tokens, and attention sums it: at higher prices KL grows faster than the squared error.
+_ROUNDING = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08)
 #: Farthest that a value may be from its integer, in steps, for the price of one bit or more.
 _REACH = 0.8
 #: Class that the first token is tried with.
