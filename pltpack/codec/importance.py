@@ -1,9 +1,10 @@
-"""How much the model feels a token's error: predicted from norms and from the distance to the next cut.
+"""How much the model feels a token's error: predicted from norms and from the distances to where a cache may be cut.
 
 Importance I = gᵀF⁻¹g of a token, g the gradient of the log-likelihood with respect to its keys and values, spans many
 octaves: some tokens in mid-text are attention sinks of their own. A step proportional to I^-½ spends bits where they
 count. The encoder knows I without the model from a small network of the logarithms of the norms, one a head, and of
-recency; the profile holds it.
+recency; the profile holds it. What the network cannot learn from running text is added here: what a last turn asks,
+other places of a cut, and how far the strongest sinks lie beyond what is seen of them (docs/transform.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,21 @@ from pltpack.codec.base import KeyValue
 CLASSES = 16
 #: Class of a token of importance 1, the geometric mean; class c has importance ``2 ** (c - ORDINARY)``.
 ORDINARY = 6
+#: Octaves by which classes lie lower: an ordinary token has class ``ORDINARY - SHIFT``, so that sinks have one too.
+SHIFT = 3
 _LEAST_NORM = 1e-4
+#: Magnitude bound of a logarithm of importance.
+_MOST = 60.0
+#: Sinks are felt more than what is predicted: octaves from which on they are, and by how much for each of them.
+_SINK, _SINK_GAIN = 5.0, 0.3
+#: Distances of tokens that are felt an octave more than in running text, which calibration knows.
+_RECENT = (8, 64)
+#: Octaves of a turn that is answered next, its last tokens aside, and tokens that may follow it: a header.
+_TURN_GAIN, _TURN_TAIL, _TURN_HEADER = 3.0, 6, 8
+#: Octaves by which errors before a turn's end, and before a block's, count for less than before the session's end.
+_TURN_LESS, _BLOCK_LESS = 3.0, 7.0
+#: Tokens of a block, as the archive has them unless told otherwise.
+_BLOCK = 32
 
 
 def norms(arrays: KeyValue) -> np.ndarray:
@@ -90,6 +105,69 @@ def predict(weights: Mapping[str, np.ndarray], found: np.ndarray) -> np.ndarray:
     natural = z @ weights["linear"] + inner @ weights["out"] + weights["center"][0]
     result: np.ndarray = np.nan_to_num(natural / np.float32(np.log(2))).astype(np.float32)
     return result
+
+
+def expected(
+    weights: Mapping[str, np.ndarray],
+    log_norms: np.ndarray,
+    cuts: Iterable[int] = (),
+    ends: Iterable[int] = (),
+    captured: np.ndarray | None = None,
+) -> np.ndarray:
+    """Importance over all places where the cache may be cut, as its binary logarithm: float64 ``[T]``.
+
+    Errors before each of these places add up, those before places that are rarely cut with less weight.
+
+    Parameters
+    ----------
+    weights : mapping
+        As in `predict`.
+    log_norms : ndarray
+        ``[T, F - 5]``, layer after layer as `norms` gives them.
+    cuts, ends : iterable of int
+        Positions before which the cache will be cut (its end is one of them), and ends of turns.
+    captured : ndarray, optional
+        Importance of all tokens that was measured at the session's end, ``[T]``, instead of what would be predicted
+        there. Its scale is its own: its median is put where that of the prediction is.
+    """
+    tokens, turns = len(log_norms), np.unique([end for end in ends if 0 < end <= len(log_norms)]).astype(np.int64)
+    if not tokens:
+        return np.zeros(0)
+    places = [*cuts, tokens]
+    last = _seen(weights, log_norms, distances(tokens, places))
+    last += _TURN_GAIN * _answered(tokens, places, turns)
+    if captured is not None:
+        measured = np.log2(np.maximum(np.nan_to_num(captured.astype(np.float64)), 1e-30))
+        last = np.clip(measured - np.median(measured) + np.median(last), -_MOST, _MOST)
+    total = np.exp2(last)
+    if len(turns):
+        total += np.exp2(_seen(weights, log_norms, distances(tokens, turns.tolist())) - _TURN_LESS)
+    blocks = distances(tokens, range(_BLOCK, tokens, _BLOCK))
+    total += np.exp2(_seen(weights, log_norms, blocks, recent=0) - _BLOCK_LESS)
+    found: np.ndarray = np.log2(total)
+    return found
+
+
+def _seen(
+    weights: Mapping[str, np.ndarray], log_norms: np.ndarray, distance: np.ndarray, recent: int = 1
+) -> np.ndarray:
+    """Predicted logarithm at distances to a cut, with what running text does not tell: float64 ``[T]``."""
+    found = predict(weights, features(log_norms, distance, np.arange(len(distance)))).astype(np.float64)
+    found += _SINK_GAIN * np.maximum(found - _SINK, 0)
+    found += recent * ((distance >= _RECENT[0]) & (distance < _RECENT[1]))
+    # Sums of what is weighed by them stay finite whatever a profile holds.
+    limited: np.ndarray = np.clip(found, -_MOST, _MOST)
+    return limited
+
+
+def _answered(tokens: int, cuts: Iterable[int], turns: np.ndarray) -> np.ndarray:
+    """Which tokens are of a turn that ends at a cut, or a header before it; bool ``[T]``."""
+    found = np.zeros(tokens, bool)
+    for cut in cuts:
+        index = int(np.searchsorted(turns, cut, side="right")) - 1
+        if index >= 1 and cut - turns[index] <= _TURN_HEADER:
+            found[turns[index - 1] : max(turns[index - 1], cut - _TURN_TAIL + 1)] = True
+    return found
 
 
 def classes(log2_importance: Any) -> np.ndarray:

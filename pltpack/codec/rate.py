@@ -1,9 +1,8 @@
 """Rate control: token classes of a session, and the step by which it meets a target of KL divergence or of bits.
 
-Predicted KL is the profile's: ``log2 KL = a + c log2 D`` with D the sum over tokens of importance times squared error
-in whitened rows, over the length of a calibrated cache; a and c were measured at calibration. Errors of all tokens
-reach what is predicted next, but in a long session attention is spread thinner, and in a short one each token weighs
-more.
+Predicted KL is the profile's: ``log2 KL = a + c log2 D`` with D the mean squared error of whitened rows over tokens,
+weighted by importance; a and c were measured at calibration. Attention is a budget: what all tokens of a session are
+felt adds up to about the same in short and long ones, so it is their shares in it that predict, not the sum.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 #: Bound of a unit's step, 2^±40 whitened units.
 MAX_LOG_STEP = 40 * OCTAVE
-#: Tokens of the caches on which KL is measured at calibration, and lengths between which more tokens count for more.
-REFERENCE_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 768, 256, 1024
 #: Tokens from which a session's step is chosen.
 SAMPLE_TOKENS = 384
 #: Elements, at most, that are looked at where bits are to be met, if those are more tokens.
@@ -43,8 +40,6 @@ _RUN_TOKENS = 32
 #: What a profile that was made without a model says of its source's KL divergence.
 NOT_MEASURED = "not measured"
 _PIECE = 2048
-#: Tokens added to the distance to a turn's end: a chat may be cut there, but of many turns only few are.
-TURN_DISTANCE = 64
 #: Steps that are tried, in 1/24 octave, around 1.
 _REACH = 6 * OCTAVE
 
@@ -58,6 +53,11 @@ def value_of(logs: np.ndarray) -> np.ndarray:
     """Inverse of `log_of`: float64."""
     found: np.ndarray = np.exp2(np.asarray(logs, np.float64) / OCTAVE)
     return found
+
+
+def base_step(log_step: int) -> int:
+    """The step that a session's classes start from, of the step of its ordinary tokens."""
+    return max(log_step - OCTAVE // 2 * importance.SHIFT, -MAX_LOG_STEP)
 
 
 def steps(log_step: int) -> np.ndarray:
@@ -83,15 +83,8 @@ def token_classes(profile: Profile, snapshot: Snapshot, cuts: Sequence[int]) -> 
             found[start:stop, at : at + 2 * layer.heads] = importance.norms(snapshot.layer(index, start, stop))
             at += 2 * layer.heads
     ends = np.flatnonzero(np.isin(snapshot.tokens, profile.about["turn_ends"])) + 1
-    distance = np.minimum(
-        importance.distances(tokens, cuts), importance.distances(tokens, ends.tolist()) + TURN_DISTANCE
-    )
-    predicted = importance.predict(profile.importance, importance.features(found, distance, np.arange(tokens)))
-    if snapshot.importance is not None and tokens:
-        captured = np.log2(np.maximum(np.nan_to_num(snapshot.importance.astype(np.float64)), 1e-30))
-        # Captured importance has a scale of its own; the prediction's mean is what the step was calibrated for.
-        predicted = (captured - np.median(captured) + np.median(predicted)).astype(np.float32)
-    return importance.classes(predicted)
+    expected = importance.expected(profile.importance, found, cuts, ends.tolist(), snapshot.importance)
+    return importance.classes(expected - importance.SHIFT)
 
 
 def predicts_kl(profile: Profile) -> bool:
@@ -127,7 +120,7 @@ def choose(
     ValueError
         If the finest step is not fine enough.
     """
-    low, high = -_REACH, _REACH
+    low, high = base_step(-_REACH), base_step(_REACH)
     if target_kl is not None:
         if not predicts_kl(codec.profile):
             raise ValueError("the profile was made without a model and predicts no KL divergence: choose the tier "
@@ -191,7 +184,8 @@ class Probe:
             self.lost += size * (1 - float(np.concatenate(finite).mean())) if self.tokens else 0.0
             self._groups.append((bases, bases.analyse(np.concatenate(parts))))
         self._costs = cost_tables(self._tables)
-        self._share = min(max(len(snapshot), _LEAST_TOKENS), _MOST_TOKENS) / REFERENCE_TOKENS
+        every = classes[min(SINK_TOKENS, len(classes) - 1) :] if len(classes) else np.zeros(1, np.uint8)
+        self._budget = float(_weights(every).mean())
 
     def _measure(self, log_step: int) -> tuple[np.ndarray, float, float]:
         """Squared error of each token in whitened rows, bits of all of them, and bits that fill a unit's rows."""
@@ -207,8 +201,7 @@ class Probe:
     def kl(self, log_step: int) -> float:
         """Predicted KL divergence in nats."""
         errors, _, _ = self._measure(log_step)
-        weight = np.exp2(self._classes.astype(np.float64) - importance.ORDINARY)
-        mean = float((weight * errors).mean()) * self._share if len(errors) else 0.0
+        mean = float((_weights(self._classes) * errors).mean()) / self._budget if len(errors) else 0.0
         a, c = self._profile.about["kl"]
         return float(np.exp2(min(a + c * np.log2(max(mean, 1e-30)), 100.0)))
 
@@ -217,6 +210,11 @@ class Probe:
         _, bits, filling = self._measure(log_step)
         heads = 8 * len(self._groups) * (HEADER_BYTES + _UNIT_HEADER_BYTES)
         return bits / max(self.tokens, 1) + 4 * len(self._groups), filling + heads
+
+
+def _weights(classes: np.ndarray) -> np.ndarray:
+    """Importance of token classes, in a unit of its own."""
+    return np.exp2(classes.astype(np.float64))
 
 
 class Size:

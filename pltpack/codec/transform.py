@@ -100,6 +100,8 @@ class TransformCodec(Codec):
         goal = {key: value for key, value in self.get_config().items() if key != "step"}
         if goal and len(snapshot):
             out._log_step = rate.choose(out, snapshot, out._classes, **goal)
+        else:
+            out._log_step = rate.base_step(self._log_step)
         return out
 
     @property

@@ -65,11 +65,11 @@ def plot(scores: Sequence[Score], path: Path, title: str) -> None:
     _draw(figure, [score for score in scores if score.rate is not None], title)
     # Dates and random ids would make equal figures differ.
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-    with _settings():
+    with settings():
         figure.savefig(path, dpi=160, metadata=metadata)
 
 
-def _settings() -> Any:
+def settings() -> Any:
     import matplotlib
 
     return matplotlib.rc_context({"svg.hashsalt": "pltpack", "svg.fonttype": "none"})
