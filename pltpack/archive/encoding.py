@@ -218,8 +218,9 @@ class UnitWriter:
         work = [_load(job) for job in group]
         found = iter(self._codec.encode_many([given for given in work if given is not None]))
         payloads = [None if given is None else next(found) for given in work]
+        # An exact codec takes a difference only where it is smaller.
         again = [index for index, payload in enumerate(payloads)
-                 if payload is not None and group[index].doubtful(payload)]  # fmt: skip
+                 if payload is not None and not self._codec.exact and group[index].doubtful(payload)]  # fmt: skip
         plain = {index: given._replace(reference=None) for index in again if (given := work[index]) is not None}
         for (index, given), payload in zip(plain.items(), self._codec.encode_many([*plain.values()]), strict=True):
             if len(payload) <= len(payloads[index] or b""):
