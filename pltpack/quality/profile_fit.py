@@ -205,13 +205,21 @@ class Fitter:
             total /= tokens
             self._stage("basis", 0, 1)
             return *bases.eigen(total, rank), [total[a:b, a:b] for a, b in spans]
-        layers, tokens = [np.zeros((b - a, b - a), np.float32) for a, b in spans], 0
-        for piece in self._pieces(first, last, "covariance"):
-            for (a, b), sum_ in zip(spans, layers, strict=True):
-                sum_ += piece[:, a:b].T @ piece[:, a:b]
-            tokens += len(piece)
-        start = self._sample(first, last, bases.sample_size(rank))
-        found = bases.subspace(start, rank, lambda: self._pieces(first, last, "basis"))
+        layers: list[np.ndarray] = []
+        tokens = 0
+
+        def pieces() -> Iterator[np.ndarray]:
+            nonlocal tokens
+            new = not layers
+            layers.extend(np.zeros((b - a, b - a), np.float32) for a, b in spans if new)
+            for piece in self._pieces(first, last, "covariance" if new else "basis"):
+                # Whitened rows take as long to make as these products: they are made once for both.
+                for (a, b), sum_ in zip(spans if new else (), layers if new else (), strict=True):
+                    sum_ += piece[:, a:b].T @ piece[:, a:b]
+                tokens += len(piece) if new else 0
+                yield piece
+
+        found = bases.subspace(self._sample(first, last, bases.sample_size(rank)), rank, pieces)
         return *found, [sum_ / tokens for sum_ in layers]
 
     def _sample(self, first: int, last: int, count: int) -> np.ndarray:
