@@ -510,6 +510,21 @@ class TestDamage:
             damaged[int(place * (40 if early else len(payload)))] ^= mask
         self.attempt(bytes(damaged))
 
+    @settings(max_examples=30)
+    @given(places=st.lists(st.tuples(st.floats(0, 0.9999), st.integers(1, 255)), max_size=4), early=st.booleans())
+    def test_flipped_bits_of_predictions_do_no_harm(self, places, early: bool) -> None:
+        codec, arrays = started(PROFILE, step=0.1), values_of(np.arange(40))[:2]
+        guess = references("near", arrays, LAYERS[:2], np.random.default_rng(1))
+        unit = near_unit(range(0, 2), 40, 0)
+        damaged = bytearray(codec.encode_span(unit, arrays, guess))
+        for place, mask in places:
+            damaged[int(place * (60 if early else len(damaged)))] ^= mask
+        out = empty_like(arrays)
+        try:
+            codec.decode_span(memoryview(bytes(damaged)), unit, out, guess)
+        except ValueError:
+            assert places
+
     @settings(max_examples=60)
     @given(st.binary(max_size=400))
     def test_noise_does_no_harm(self, noise: bytes) -> None:
