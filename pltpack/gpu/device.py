@@ -102,3 +102,19 @@ def loop_of(count: int) -> tuple[int, int, Any, int]:
     """Launch shape of a kernel whose threads loop over `count` things."""
     threads, most = (WARP, SIMULATED_BLOCKS) if is_simulated() else (WARPS * WARP, MOST_BLOCKS)
     return max(1, min(most, -(-count // threads))), threads, stream(), 0
+
+
+def lines_of(lines: int, most: int, shared: int = 0) -> tuple[tuple[int, int], int, Any, int]:
+    """Launch shape of a kernel with a grid row per line, whose warps share up to `most` things."""
+    warps = SIMULATED_WARPS if is_simulated() else WARPS
+    # Four things a warp or so: enough work to pay for a block, enough blocks to fill a device.
+    wide = 1 if is_simulated() else max(1, min(MOST_BLOCKS, -(-most // (4 * warps))))
+    return (wide, lines), warps * WARP, stream(), shared
+
+
+def staging(size: int) -> np.ndarray:
+    """A host buffer uint8 ``[size]`` that a device can read by itself: pinned, where there is a device."""
+    if is_simulated():
+        return np.empty(size, np.uint8)
+    memory = arrays().cuda.alloc_pinned_memory(size)
+    return np.frombuffer(memory, np.uint8, size)

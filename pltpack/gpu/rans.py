@@ -82,7 +82,7 @@ def _word(data: Any, at: Any) -> Any:
 @cuda.jit
 def decode_kernel(
     data: Any, streams: Any, table_of_row: Any, cumulative: Any, escape: Any, weight: Any, symbols: Any,
-    escapes_before: Any, weight_before: Any, damaged: Any
+    escapes_before: Any, weight_before: Any, escapes_of: Any, damaged: Any
 ) -> None:  # fmt: skip
     """Decode streams, one warp each; needs the tables' bytes of dynamic shared memory.
 
@@ -102,6 +102,8 @@ def decode_kernel(
         Filled.
     escapes_before, weight_before : int32 ``[rows]``
         Filled: sums over the rows of the stream before each row, of escapes and of weights.
+    escapes_of : int32 ``[n]``
+        Filled: escapes of each stream.
     damaged : uint8 ``[n]``
         Filled: 1 where a stream's words or its last states are not what they must be.
     """
@@ -149,6 +151,7 @@ def decode_kernel(
             weights = np.int32(weights + weight[table])
         wrong = np.uint32(cuda.ballot_sync(_ALL, position != count or state != np.uint32(_LOW)))
         if lane == 0:
+            escapes_of[number] = escapes
             damaged[number] = np.uint8(wrong != np.uint32(0))
 
 
@@ -217,9 +220,10 @@ def encode_kernel(
 _BYTES, _SHORT, _INTS, _LONGS = types.uint8[::1], types.uint16[::1], types.int32[::1], types.int64[:, ::1]
 #: Kernel -> argument types, for compiling without a device.
 SIGNATURES = {
-    decode_kernel: (_BYTES, _LONGS, _BYTES, types.uint16[:, ::1], _INTS, _INTS, _BYTES, _INTS, _INTS, _BYTES),
+    decode_kernel: (_BYTES, _LONGS, _BYTES, types.uint16[:, ::1], _INTS, _INTS, _BYTES, _INTS, _INTS, _INTS,
+                    _BYTES),
     encode_kernel: (_BYTES, _LONGS, _BYTES, types.uint16[:, ::1], _SHORT, types.uint32[:, ::1], _INTS),
-}
+}  # fmt: skip
 
 
 class Decoded:
@@ -231,14 +235,15 @@ class Decoded:
         uint8, as the streams' table places them.
     escapes_before, weight_before : array
         int32, per row: see `decode_kernel`.
-    damaged : array
-        uint8, per stream.
+    escapes_of, damaged : array
+        int32 and uint8, per stream.
     """
 
     def __init__(self, rows: int, symbols: int, streams: int) -> None:
         xp = device.arrays()
         self.symbols = xp.empty(max(symbols, 1), np.uint8)
         self.escapes_before, self.weight_before = (xp.empty(max(rows, 1), np.int32) for _ in range(2))
+        self.escapes_of = xp.zeros(max(streams, 1), np.int32)
         self.damaged = xp.zeros(max(streams, 1), np.uint8)
 
 
@@ -252,7 +257,7 @@ def decode(
     if len(streams):
         shape = device.warps_of(len(streams), 2 * cumulative.size)
         decode_kernel[shape](data, device.put(streams), table_of_row, cumulative, escape, weight, out.symbols,
-                             out.escapes_before, out.weight_before, out.damaged)  # fmt: skip
+                             out.escapes_before, out.weight_before, out.escapes_of, out.damaged)  # fmt: skip
     return out
 
 
