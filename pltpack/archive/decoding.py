@@ -61,7 +61,11 @@ def decode_layers(
     batch, spans = Batch(), Spans()
     for target in targets:
         for segment, record, first, last in mapped_units(shard.exact_runs, shard.libraries, target.layer, start, stop):
-            spans.put(target, batch, segment, record, first, last)
+            if segment.resident is None:
+                spans.put(target, batch, segment, record, first, last)
+            else:
+                found = segment.resident.get(segment, record)[target.layer - int(record["layer"])]
+                target.fill(found, segment.position_of(record), first, last)
     # Own units come after: they may replace mapped values.
     batch.run()
     spans.run()
@@ -107,6 +111,11 @@ class _Target:
             part = slice(first - at, last - at)
             self._keys[:, into], self._values[:, into] = keys[:, part], values[:, part]
         self._covered[into] = True
+
+    def fill(self, found: KeyValue, at: int, first: int, last: int) -> None:
+        """Copy tokens ``[first, last)`` of a decoded unit whose first token is `at`."""
+        for room, array in zip(self.room(first, last), found, strict=True):
+            room[:] = array[:, first - at : last - at]
 
     def room(self, first: int, last: int) -> KeyValue:
         """Where tokens ``[first, last)`` go, about to be filled."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from pltpack.errors import ConflictError, FormatError, NotFoundError, Unsupporte
 from pltpack.format.container import GoneError
 from pltpack.format.manifest import Manifest
 from pltpack.snapshot import Identity, Snapshot
+
+if TYPE_CHECKING:
+    from pltpack.serve.loader import Loader
 
 Result = TypeVar("Result")
 
@@ -84,6 +88,7 @@ class Archive:
         self._retired: list[Segment] = []
         self._decoded = DecodedUnits()
         self._lock = threading.Lock()
+        self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self._pool: ThreadPoolExecutor | None = None
         self.libraries: list[Library] = []
         try:
@@ -105,6 +110,8 @@ class Archive:
 
     def close(self) -> None:
         """Close all files; harmless when repeated."""
+        for loader in list(self._loaders):
+            loader.close()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
@@ -282,6 +289,17 @@ class Archive:
             out.append(layers[at : at + count])
             at += count
         return out
+
+    def loader(self, device: str = "cpu", **settings: Any) -> Loader:
+        """A streaming loader of this archive, closed with it: see `pltpack.serve.loader.Loader` for the settings."""
+        # The one name that an upper floor has here: it is where users look for it.
+        from pltpack.serve.loader import Loader
+
+        settings.setdefault("identity", self._loader)
+        settings.setdefault("accept_unknown", self._accept)
+        loader = Loader(self, device, **settings)
+        self._loaders.add(loader)
+        return loader
 
     def stats(self) -> dict[str, Any]:
         """Sizes and the four figures: see `pltpack.archive.stats.archive_stats`."""

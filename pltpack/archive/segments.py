@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import xxhash
@@ -29,6 +29,18 @@ def fresh(layer: LayerGeometry, tokens: int) -> KeyValue:
     return (np.empty((layer.heads, tokens, layer.k_dim), dtype), np.empty((layer.heads, tokens, layer.v_dim), dtype))
 
 
+class Resident(Protocol):
+    """Decoded library units in memory."""
+
+    def holds(self, segment: Segment, record: np.void) -> bool:
+        """Whether a unit is there now."""
+        ...
+
+    def get(self, segment: Segment, record: np.void) -> list[KeyValue]:
+        """One pair of arrays a layer, which must not be changed; decoded if they are not here."""
+        ...
+
+
 class Segment(abc.ABC):
     """What library segments and shards have in common.
 
@@ -41,6 +53,8 @@ class Segment(abc.ABC):
         The container's minor version.
     decoded : DecodedUnits or None
         Where decoded units that references are made of are kept.
+    resident : Resident or None
+        Where whole decoded units of a library are kept, to be copied from instead of decoding them again.
     """
 
     container: Container
@@ -48,7 +62,8 @@ class Segment(abc.ABC):
     units: np.ndarray
     identity: Identity
     minor: int
-    decoded: DecodedUnits | None = None
+    decoded: DecodedUnits | Resident | None = None
+    resident: Resident | None = None
 
     def _check_kind(self, kind: str) -> None:
         metadata, path = self.container.metadata, self.container.path

@@ -87,12 +87,13 @@ def to_dynamic_cache(snapshot: Snapshot, device: Any = None, dtype: Any = None) 
     layers = []
     for index, geometry in enumerate(snapshot.identity.layers):
         keys, values = (to_torch(array)[None].to(device=device, dtype=dtype) for array in snapshot.layer(index))
-        layers.append(_cache_layer(keys, values, geometry.window))
+        layers.append(cache_layer(keys, values, geometry.window))
     cache.layers[:] = layers
     return cache
 
 
-def _cache_layer(keys: Any, values: Any, window: int | None) -> Any:
+def cache_layer(keys: Any, values: Any, window: int | None) -> Any:
+    """A cache's layer that holds tensors ``[1, H, T, D]`` of all tokens, as if it had been updated with them."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)

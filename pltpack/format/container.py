@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import stat
 import struct
@@ -201,6 +202,7 @@ class Container:
     def __init__(self, path: Path, size: int, head_sha256: str) -> None:
         self.path = path
         self._reopen_as: tuple[int, int, int] | None = None
+        self._map: mmap.mmap | None = None
         self._fd = _open(path)
         try:
             self._open(size, head_sha256)
@@ -278,6 +280,30 @@ class Container:
         if not kept_open or os.preadv(self._fd, [buffer], self._payload_at + offset) != len(buffer):
             buffer[:] = self.payload(offset, len(buffer))
 
+    def will_need(self, offset: int, length: int) -> None:
+        """Have the system read payload bytes ahead, where it can be told."""
+        if self._fd >= 0 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, self._payload_at + offset, length, os.POSIX_FADV_WILLNEED)
+
+    def mapped(self, offset: int, length: int) -> memoryview:
+        """Payload bytes as `payload` gives them, in place, valid until `close`.
+
+        Whoever shortens the file after this takes the process down that touches them.
+
+        Raises
+        ------
+        FormatError
+            If the file has become shorter.
+        """
+        if self._fd < 0:
+            return memoryview(self.payload(offset, length))
+        begin = self._payload_at + offset
+        if os.fstat(self._fd).st_size < begin + length:
+            raise FormatError("file ends early", self.path)
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+        return memoryview(self._map)[begin : begin + length]
+
     def payload_sha256(self) -> str:
         """SHA-256 of the payload, read from disk in pieces."""
         digest = hashlib.sha256()
@@ -314,6 +340,8 @@ class Container:
     def close(self) -> None:
         """Close the file; harmless when repeated."""
         self._reopen_as = None
+        # Unmapped when nobody looks at its bytes any more.
+        self._map = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,0 +1,161 @@
+"""Where a load goes: fresh arrays, arrays of the caller's, or (in `pages` and `cache`) an engine's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from pltpack.archive.decoding import one_buffer
+from pltpack.codec.base import KeyValue
+from pltpack.errors import UnsupportedError
+from pltpack.snapshot import DTYPES, LayerGeometry
+
+_BF16 = DTYPES["BF16"]
+
+
+class Destination(Protocol):
+    """What a load writes to. Calls come from one thread at a time, but for `room`."""
+
+    def begin(self, layers: Sequence[LayerGeometry], tokens: int) -> None:
+        """Check that a load fits, before anything is read.
+
+        Raises
+        ------
+        UnsupportedError
+            Naming what does not fit.
+        """
+        ...
+
+    def room(self, layers: range, start: int, stop: int) -> Sequence[KeyValue] | None:
+        """Arrays ``[H, stop - start, D]`` per layer to decode to; None where only what is decoded already may go.
+
+        They are of the stored dtype, and nobody looks at them before they are handed over.
+        """
+        ...
+
+    def put(self, layer: int, start: int, stop: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take decoded tokens of one layer that were not decoded to their `room`."""
+        ...
+
+    def layer(self, index: int) -> tuple[Any, Any]:
+        """What the consumer is handed for one layer: keys and values, or None for both."""
+        ...
+
+    def touched(self) -> tuple[int, ...]:
+        """Blocks that were written to; none for destinations without blocks."""
+        ...
+
+
+class Fresh:
+    """Arrays of the loader's own, ``[H, T, D]`` per layer in the stored dtype."""
+
+    def begin(self, layers: Sequence[LayerGeometry], tokens: int) -> None:
+        """See `Destination.begin`."""
+        self._arrays = one_buffer(layers, tokens)
+
+    def room(self, layers: range, start: int, stop: int) -> Sequence[KeyValue] | None:
+        """See `Destination.room`."""
+        chosen = self._arrays[layers.start : layers.stop]
+        return [(keys[:, start:stop], values[:, start:stop]) for keys, values in chosen]
+
+    def put(self, layer: int, start: int, stop: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """See `Destination.put`."""
+        raise AssertionError("everything was decoded in place")
+
+    def layer(self, index: int) -> tuple[Any, Any]:
+        """See `Destination.layer`."""
+        return self._arrays[index]
+
+    def touched(self) -> tuple[int, ...]:
+        """See `Destination.touched`."""
+        return ()
+
+
+class Contiguous:
+    """Arrays or CPU tensors of the caller's: tokens 0 to T of each layer.
+
+    Parameters
+    ----------
+    keys, values : ndarray or Tensor, or sequences of them
+        ``[L, H, T, D]``, or per layer ``[H, T, D]``, of the stored dtype or a wider one; may have room for more tokens.
+    """
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        self._given = keys, values
+        self._keys = [as_array(keys[index]) for index in range(len(keys))]
+        self._values = [as_array(values[index]) for index in range(len(values))]
+
+    def begin(self, layers: Sequence[LayerGeometry], tokens: int) -> None:
+        """See `Destination.begin`."""
+        self._tokens = tokens
+        for name, arrays, dims in (("keys", self._keys, [layer.k_dim for layer in layers]),
+                                   ("values", self._values, [layer.v_dim for layer in layers])):  # fmt: skip
+            if len(arrays) != len(layers):
+                raise UnsupportedError(f"destination has {len(arrays)} layers of {name}, the archive {len(layers)}")
+            for index, (array, layer, dim) in enumerate(zip(arrays, layers, dims, strict=True)):
+                shape = array.shape
+                if len(shape) != 3 or (shape[0], shape[2]) != (layer.heads, dim) or shape[1] < tokens:
+                    raise UnsupportedError(f"destination's {name} of layer {index} are {list(shape)}, not "
+                                           f"[{layer.heads}, {tokens} or more, {dim}]")  # fmt: skip
+                check_dtype(array.dtype, layer.dtype, f"destination's {name} of layer {index}")
+
+    def room(self, layers: range, start: int, stop: int) -> Sequence[KeyValue] | None:
+        """See `Destination.room`."""
+        return None
+
+    def put(self, layer: int, start: int, stop: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """See `Destination.put`."""
+        convert(keys, self._keys[layer][:, start:stop])
+        convert(values, self._values[layer][:, start:stop])
+
+    def layer(self, index: int) -> tuple[Any, Any]:
+        """See `Destination.layer`."""
+        keys, values = self._given
+        return keys[index][:, : self._tokens], values[index][:, : self._tokens]
+
+    def touched(self) -> tuple[int, ...]:
+        """See `Destination.touched`."""
+        return ()
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """A view of an array, or of a tensor on the CPU, of a cache dtype.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is on a device, or not of a cache dtype.
+    """
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(f"destination is on {tensor.device}; this loader fills memory of the CPU")
+    import torch
+
+    from pltpack.dumps.torch_arrays import cache_dtype
+
+    dtype = DTYPES[cache_dtype(tensor.dtype)]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    view: np.ndarray = tensor.detach().view(bits).numpy().view(dtype)
+    return view
+
+
+def check_dtype(dtype: np.dtype[Any], stored: str, what: str) -> None:
+    """Refuse a destination that cannot hold every stored value, with `UnsupportedError`."""
+    wide = dtype == np.float32 or dtype == DTYPES[stored]
+    if not wide:
+        raise UnsupportedError(f"{what} are {dtype}, which does not hold {stored} exactly (nor F32)")
+
+
+def convert(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy values, to float32 where the target is; the interpreter lock is free meanwhile."""
+    if source.dtype == _BF16 and target.dtype == np.float32:
+        bits = target.view(np.uint32)
+        np.left_shift(source.view(np.uint16), 16, out=bits, dtype=np.uint32, casting="unsafe")
+    elif source.dtype == target.dtype:
+        kind = f"u{source.dtype.itemsize}"
+        np.copyto(target.view(kind), source.view(kind))
+    else:
+        target[...] = source.astype(np.float32)

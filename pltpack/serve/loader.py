@@ -1,0 +1,261 @@
+"""The streaming loader: look a prompt up, and bring the stored prefix to where an engine wants it, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pltpack.archive.shard import Shard
+from pltpack.errors import FormatError, PltpackError, UnsupportedError
+from pltpack.format.container import GoneError
+from pltpack.serve.centroids import Centroids, keys_of
+from pltpack.serve.destinations import Contiguous, Destination, Fresh
+from pltpack.serve.misses import LASTING, MissError, Misses, reason_of
+from pltpack.serve.prefixes import Hit, PrefixIndex, library_paths
+from pltpack.serve.staged import Reads, staged, staged_shard
+from pltpack.serve.stream import Job, LoadedLayer, Stream, Work
+from pltpack.snapshot import Identity
+
+if TYPE_CHECKING:
+    from pltpack.archive.reader import Archive
+
+#: Share of the memory given that decoded centroids may take.
+CENTROID_SHARE = 0.8
+#: Most units in flight.
+MAX_DEPTH = 64
+
+
+class Loader:
+    """Loads prefixes out of an open archive; safe to use from several threads. Close it, or its archive.
+
+    Parameters
+    ----------
+    archive : Archive
+    device : str
+        ``cpu``; ``auto`` means that here.
+    depth : int
+        Units in flight while one is consumed: 3, or 5 to 7 for large models; at least 1.
+    memory : int
+        Bytes; 80 % of them for decoded library centroids.
+    workers : int, optional
+        Threads that decode; one less than there are cores, and at least one, by default.
+    identity : Identity, optional
+        The engine's own; every field that it knows must agree with the archive's, and only sessions of its salt are
+        found. By default what the archive was opened with.
+    accept_unknown : iterable of str
+        Fields of `identity` that the archive need not know.
+    timeout : float, optional
+        Seconds that a load may take unless it says otherwise.
+    read_bytes_per_second : float, optional
+        Limit for reading, to see what a slower disk would do.
+    mapped : bool
+        Map files instead of copying from them: see `pltpack.serve.staged.Reads`.
+
+    Raises
+    ------
+    IdentityError
+        Naming the field in which the archive differs.
+    UnsupportedError
+        If a setting is out of range, or the device is not one that this version streams to.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        device: str = "cpu",
+        depth: int = 3,
+        memory: int = 1 << 30,
+        workers: int | None = None,
+        identity: Identity | None = None,
+        accept_unknown: Iterable[str] = (),
+        timeout: float | None = None,
+        read_bytes_per_second: float | None = None,
+        mapped: bool = False,
+    ) -> None:
+        _check_device(device)
+        workers = max(1, (os.cpu_count() or 1) - 1) if workers is None else workers
+        if not (1 <= depth <= MAX_DEPTH and workers >= 1 and memory >= 0):
+            raise UnsupportedError(f"a loader takes a depth of 1 to {MAX_DEPTH}, at least one worker, and memory")
+        if identity is not None:
+            own = dataclasses.replace(archive.identity, salt=identity.salt)
+            own.require_loadable(identity, tuple(accept_unknown), str(archive.path))
+        self.archive, self.salt = archive, None if identity is None else identity.salt
+        self._depth, self._workers, self._timeout = depth, workers, timeout
+        self._reads = Reads(read_bytes_per_second, mapped)
+        self._centroids = Centroids(int(memory * CENTROID_SHARE))
+        # Garbage collection may end a stream, and so a load, in the middle of anything.
+        self._misses, self._lock = Misses(), threading.RLock()
+        self._index: PrefixIndex | None = None
+        self._running: weakref.WeakSet[Work] = weakref.WeakSet()
+        self._bad: set[str] = set()
+        self._closed = False
+
+    def lookup(self, token_ids: Any) -> Hit:
+        """The longest stored prefix of a prompt, over all sessions and library paths of the tenant, in whole blocks.
+
+        Parameters
+        ----------
+        token_ids : array_like
+            Integers ``[T]``.
+
+        Returns
+        -------
+        Hit
+            False as a condition if nothing is stored.
+        """
+        return self._prefixes().lookup(token_ids)
+
+    def stream(self, hit: Hit, into: Any = None, timeout: float | None = None) -> Stream:
+        """Start loading; iterate over the result to get each layer as it becomes ready, in order.
+
+        Parameters
+        ----------
+        hit : Hit
+            Of this loader's `lookup`.
+        into : optional
+            `Contiguous`, `Paged`, another `Destination`, a pair ``(keys, values)`` for `Contiguous`, or a transformers
+            ``DynamicCache`` that is empty. By default arrays ``[H, T, D]`` of the loader's own.
+        timeout : float, optional
+            Seconds for the whole load.
+
+        Raises
+        ------
+        MissError
+            If what the hit names is not there any more. Iterating raises it, too, if the load fails.
+        UnsupportedError
+            If the hit is empty, or does not fit its destination.
+        """
+        if not hit:
+            raise UnsupportedError("there is nothing to load: the look-up found nothing")
+        shard = self._prefixes().sources.get(hit.session)
+        if shard is None or hit.tokens > len(shard.tokens):
+            gone = FormatError("it is not in the archive any more", self.archive.path)
+            raise self._misses.add(hit.session, "missing file", gone)
+        destination = _destination(into)
+        destination.begin(self.archive.identity.layers, hit.tokens)
+        report = functools.partial(self._report, hit)
+        limit = self._timeout if timeout is None else timeout
+        work = Work(Job(shard, hit.tokens, destination), self._depth, self._workers, limit, report)
+        with self._lock:
+            if self._closed:
+                raise UnsupportedError("the loader is closed")
+            self._running.add(work)
+        return Stream(work, destination, len(self.archive.identity.layers))
+
+    def load(self, hit: Hit, into: Any = None, timeout: float | None = None) -> list[LoadedLayer]:
+        """All layers of a hit; arguments and errors as of `stream`."""
+        with self.stream(hit, into, timeout) as stream:
+            return list(stream)
+
+    def pin(self, hit: Hit) -> None:
+        """Keep the library centroids that a hit maps to in memory, once decoded, until `unpin`."""
+        self._centroids.pin(self._keys(hit))
+
+    def unpin(self, hit: Hit) -> None:
+        """Undo one `pin`."""
+        self._centroids.unpin(self._keys(hit))
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Loads that came to nothing, by reason."""
+        return self._misses.counts()
+
+    @property
+    def centroids(self) -> dict[str, int]:
+        """What is kept of the library: see `Centroids.stats`."""
+        return self._centroids.stats()
+
+    def _keys(self, hit: Hit) -> list[tuple[str, int]]:
+        shard = self._prefixes().sources.get(hit.session)
+        if shard is None:
+            return []
+        return keys_of(shard.libraries, shard.exact_runs[shard.exact_runs["session_start"] < hit.tokens])
+
+    def _prefixes(self) -> PrefixIndex:
+        with self._lock:
+            if self._closed:
+                raise UnsupportedError("the loader is closed")
+            if self._index is None or self._index.generation != self.archive.manifest.generation:
+                self._index = self.archive.in_one_generation(self._build)
+            return self._index
+
+    def _build(self) -> PrefixIndex:
+        manifest, sources = self.archive.manifest, dict[str, Shard]()
+        copies = {library.entry.head_sha256: staged(library, self._reads) for library in self.archive.libraries}
+        for library in copies.values():
+            library.decoded = library.resident = self._centroids
+        for entry in manifest.sessions:
+            if entry.salt != self.salt or entry.session in self._bad:
+                continue
+            try:
+                sources[entry.session] = staged_shard(self.archive.shard(entry.session), copies, self._reads)
+            except GoneError as error:
+                self._leave_out(entry.session, "missing file", error)
+            except PltpackError as error:
+                self._leave_out(entry.session, "bad shard", error)
+        for name, path in library_paths(list(copies.values()), self.salt):
+            if name not in self._bad:
+                sources[name] = path
+        return PrefixIndex(sources, manifest.block, manifest.generation)
+
+    def _leave_out(self, session: str, reason: str, error: BaseException) -> None:
+        self._bad.add(session)
+        self._misses.add(session, reason, error)
+
+    def _report(self, hit: Hit, error: BaseException, blocks: Sequence[int]) -> MissError:
+        reason = reason_of(error)
+        moved = False
+        if isinstance(error, GoneError):
+            try:
+                self.archive.follow(hit.generation, error)
+                moved = True
+            except PltpackError:
+                pass
+        if reason in LASTING and not moved:
+            # Not offered again: one bad file must not keep a request busy for ever.
+            with self._lock:
+                self._bad.add(hit.session)
+                if self._index is not None:
+                    self._index = self._index.without(hit.session)
+        return self._misses.add(hit.session, reason, error, blocks)
+
+    def close(self) -> None:
+        """Cancel what is under way and forget all; harmless when repeated."""
+        with self._lock:
+            self._closed, running = True, list(self._running)
+        for work in running:
+            work.close()
+        self._centroids.clear()
+        self._index = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "auto"):
+        raise UnsupportedError(f"device {device!r}: this loader streams to the memory of the CPU (cpu or auto)")
+
+
+def _destination(into: Any) -> Destination:
+    if into is None:
+        return Fresh()
+    if isinstance(into, tuple):
+        return Contiguous(*into)
+    if hasattr(into, "layers") and not hasattr(into, "begin"):
+        from pltpack.serve.cache import Filled
+
+        return Filled(into)
+    found: Destination = into
+    return found

@@ -1,0 +1,332 @@
+"""One load under way: stages on threads with bounded queues between them, and layers handed over in order.
+
+Stages: read, check, decode (the one with several threads), scatter. `depth` units are on their way at once, from the
+start of their reading until they are handed over: while unit t is consumed, t + 1 to t + depth are in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pltpack.archive.decoding import decode_layers, one_buffer
+from pltpack.archive.segments import Segment
+from pltpack.archive.shard import Shard
+from pltpack.codec.base import KeyValue
+from pltpack.serve.channel import Channel
+from pltpack.serve.destinations import Destination
+from pltpack.serve.misses import Cancelled, MissError, TimedOut
+from pltpack.serve.plan import Piece, pieces_of, units_of
+from pltpack.serve.staged import Part, StagedContainer, advise, holding, ranges
+from pltpack.serve.timeline import Timeline
+from pltpack.snapshot import LayerGeometry
+
+Report = Callable[[BaseException, Sequence[int]], MissError]
+
+
+class LoadedLayer(NamedTuple):
+    """A layer that is ready: keys and values ``[H, T, D]`` where the destination has them so, else None."""
+
+    layer: int
+    keys: Any
+    values: Any
+
+
+class Job(NamedTuple):
+    """What is to be loaded, and where to."""
+
+    shard: Shard
+    tokens: int
+    destination: Destination
+
+
+class _Flight:
+    """A piece on its way."""
+
+    def __init__(self, piece: Piece, units: Sequence[tuple[Segment, np.void]]) -> None:
+        self.piece, self.units = piece, units
+        self.parts: Sequence[Part] = ()
+        self.staged: Sequence[KeyValue] | None = None
+
+
+class Work:
+    """The threads behind a `Stream`, which know nothing of it: one that is dropped half-way ends them.
+
+    Parameters
+    ----------
+    job : Job
+    depth, workers : int
+        Units in flight, and threads that decode.
+    timeout : float or None
+        Seconds for the whole load.
+    report : callable
+        Makes the `MissError` of what went wrong; called at most once.
+    """
+
+    def __init__(self, job: Job, depth: int, workers: int, timeout: float | None, report: Report) -> None:
+        self._job, self._report = job, report
+        self.timeline = Timeline()
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._pieces = pieces_of(job.shard, job.tokens)
+        layers = len(job.shard.identity.layers)
+        self._step_of = {layer: piece.step for piece in self._pieces for layer in piece.layers}
+        self._left = [sum(piece.step == step for piece in self._pieces) for step in range(self._pieces[-1].step + 1)]
+        self._ready = [threading.Event() for _ in range(layers)]
+        self._permits = threading.Semaphore(depth)
+        # Garbage collection may close another stream in the middle of anything, so locks must be re-entrant.
+        self._lock = threading.RLock()
+        # The last step that somebody waits for, and done ones behind it, which keep their permits.
+        self._wanted, self._kept = -1, set[int]()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._miss: MissError | None = None
+        self._buffers: dict[tuple[tuple[LayerGeometry, ...], int], list[list[KeyValue]]] = {}
+        read, checked, decoded = Channel[_Flight](depth), Channel[_Flight](depth), Channel[_Flight](depth, workers)
+        self._channels = (read, checked, decoded)
+        loops: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [
+            ("read", self._read_all, (read,)),
+            ("check", self._stage, ("check", self._check, read, checked)),
+            *[("decode", self._stage, ("decode", self._decode, checked, decoded))] * workers,
+            ("scatter", self._stage, ("scatter", self._scatter, decoded, None)),
+        ]
+        self._threads = [
+            threading.Thread(target=loop, args=arguments, name=f"pltpack-{name}", daemon=True)
+            for name, loop, arguments in loops
+        ]
+
+    def start(self) -> None:
+        """Start reading."""
+        for thread in self._threads:
+            thread.start()
+
+    def _read_all(self, outlet: Channel[_Flight]) -> None:
+        try:
+            following = self._flight(self._pieces[0])
+            for index, piece in enumerate(self._pieces):
+                self._permits.acquire()
+                self._check_time()
+                begin = time.perf_counter()
+                flight, places = following
+                if index + 1 < len(self._pieces):
+                    following = self._flight(self._pieces[index + 1])
+                    advise(following[1])
+                flight.parts = [container.read(start, end - start, self._pause) for container, start, end in places]
+                self.timeline.add("read", piece.label, begin, time.perf_counter())
+                if not outlet.put(flight):
+                    return
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            outlet.leave()
+
+    def _flight(self, piece: Piece) -> tuple[_Flight, list[tuple[StagedContainer, int, int]]]:
+        units = units_of(self._job.shard, piece)
+        return _Flight(piece, units), list(ranges(units))
+
+    def _pause(self, seconds: float) -> None:
+        if seconds > 0 and self._stop.wait(seconds):
+            raise Cancelled("the load was cancelled")
+
+    def _stage(self, name: str, work: Callable[[_Flight], None], inlet: Channel[_Flight],
+               outlet: Channel[_Flight] | None) -> None:  # fmt: skip
+        try:
+            while (flight := inlet.get()) is not None:
+                self._check_time()
+                begin = time.perf_counter()
+                work(flight)
+                self.timeline.add(name, flight.piece.label, begin, time.perf_counter())
+                if outlet is None:
+                    self._done(flight.piece)
+                elif not outlet.put(flight):
+                    return
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            if outlet is not None:
+                outlet.leave()
+
+    def _check(self, flight: _Flight) -> None:
+        with holding(flight.parts):
+            for segment, record in flight.units:
+                segment.checked_payload(record)
+
+    def _decode(self, flight: _Flight) -> None:
+        piece = flight.piece
+        out = self._job.destination.room(piece.layers, piece.start, piece.stop)
+        if out is None:
+            out = flight.staged = self._buffer(piece)
+        with holding(flight.parts):
+            decode_layers(self._job.shard, piece.layers, piece.start, piece.stop, out)
+        flight.parts = ()
+
+    def _scatter(self, flight: _Flight) -> None:
+        if flight.staged is None:
+            return
+        piece = flight.piece
+        for layer, (keys, values) in zip(piece.layers, flight.staged, strict=True):
+            if self._stop.is_set():
+                raise Cancelled("the load was cancelled")
+            self._job.destination.put(layer, piece.start, piece.stop, keys, values)
+        with self._lock:
+            layers = self._job.shard.identity.layers[piece.layers.start : piece.layers.stop]
+            self._buffers.setdefault((layers, piece.stop - piece.start), []).append(list(flight.staged))
+
+    def _buffer(self, piece: Piece) -> list[KeyValue]:
+        """Arrays for a piece, used before if another of its shape is through: fresh pages cost more than a copy."""
+        layers = self._job.shard.identity.layers[piece.layers.start : piece.layers.stop]
+        with self._lock:
+            free = self._buffers.get((layers, piece.stop - piece.start))
+            if free:
+                return free.pop()
+        return one_buffer(layers, piece.stop - piece.start)
+
+    def _done(self, piece: Piece) -> None:
+        with self._lock:
+            self._left[piece.step] -= 1
+            complete = self._left[piece.step] == 0
+            keep = complete and piece.step > self._wanted
+            if keep:
+                self._kept.add(piece.step)
+        if not keep:
+            self._permits.release()
+        if complete:
+            for layer, step in self._step_of.items():
+                if step == piece.step:
+                    self._ready[layer].set()
+
+    def _check_time(self) -> None:
+        if self._stop.is_set():
+            raise Cancelled("the load was cancelled")
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise TimedOut("the load took longer than it was given")
+
+    def take(self, layer: int) -> None:
+        """Wait until a layer is ready, and let what it held go on.
+
+        Raises
+        ------
+        MissError
+            If the load has failed.
+        """
+        with self._lock:
+            self._wanted = max(self._wanted, self._step_of[layer])
+            freed = {step for step in self._kept if step <= self._wanted}
+            self._kept -= freed
+        for _ in freed:
+            self._permits.release()
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if not self._ready[layer].wait(left):
+            self.fail(TimedOut("the load took longer than it was given"))
+        if self._error is not None:
+            raise self.settle()
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is where it belongs."""
+        with self._lock:
+            return not any(self._left)
+
+    def fail(self, error: BaseException) -> None:
+        """End the load; the first error is the one that counts."""
+        with self._lock:
+            if self._error is None and any(self._left):
+                self._error = error
+        self._stop.set()
+        for channel in self._channels:
+            channel.cancel()
+        self._permits.release(len(self._pieces))
+        for event in self._ready:
+            event.set()
+
+    def settle(self) -> MissError:
+        """The miss that a failed load is, counted and logged once."""
+        assert self._error is not None
+        # Nothing writes to the destination when this returns; a read that hangs may go on alone.
+        if self._threads[-1] is not threading.current_thread():
+            self._threads[-1].join()
+        with self._lock:
+            if self._miss is None:
+                self._miss = self._report(self._error, self._job.destination.touched())
+            return self._miss
+
+    def close(self, wait: float | None = 5.0) -> None:
+        """End the load if it is not complete, and wait for its threads."""
+        if not self.complete:
+            self.fail(Cancelled("the load was cancelled"))
+        if self._error is not None:
+            self.settle()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(wait)
+        self._buffers.clear()
+
+
+class Stream:
+    """Layers of a hit as they become ready, in order; also a context manager.
+
+    Iterating gives a `LoadedLayer` for each layer. `wait` serves a consumer that asks by layer. A stream that is closed
+    or dropped before its end is cancelled.
+
+    Raises
+    ------
+    MissError
+        While iterating, if the load fails; then nothing of it may be used.
+    """
+
+    def __init__(self, work: Work, destination: Destination, layers: int) -> None:
+        self._work, self._destination, self._layers, self._next = work, destination, layers, 0
+        self._finalizer = weakref.finalize(self, _drop, work)
+        work.start()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> LoadedLayer:
+        if self._next >= self._layers:
+            self.close()
+            raise StopIteration
+        self._next += 1
+        return self.wait(self._next - 1)
+
+    def wait(self, index: int) -> LoadedLayer:
+        """One layer, waited for."""
+        self._work.take(index)
+        return LoadedLayer(index, *self._destination.layer(index))
+
+    def cancel(self) -> None:
+        """End the load now, from any thread; who waits for a layer gets the miss."""
+        self._work.fail(Cancelled("the load was cancelled"))
+
+    def close(self) -> None:
+        """End the load, complete or not, and its threads; harmless when repeated."""
+        self._finalizer.detach()
+        self._work.close()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers are there, taken or not."""
+        return self._work.complete
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each stage worked on what."""
+        return self._work.timeline
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _drop(work: Work) -> None:
+    # Not from the thread that happens to collect garbage: it may be one of these threads.
+    work.close(wait=0.0)
