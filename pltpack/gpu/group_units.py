@@ -150,7 +150,7 @@ def _plan(
             size = first if part == 0 else last
             line[rans.WORDS] = (size - host_rans.HEADER_BYTES) // 2
             line[rans.ROWS] = 2 * (rows + tops) if joint else rows + tops
-            line[rans.FIRST_ROW], line[rans.COLUMNS], line[rans.SYMBOLS] = row, halves[part], symbol
+            line[rans.FIRST_ROW], line[rans.COLUMNS], line[rans.SYMBOLS], line[rans.TABLES] = row, halves[part], symbol, row
             if not joint:
                 mine_ = parts[2 * i + part]
                 mine_[group.ROW], mine_[group.EXACT_ROW] = row, row + rows

@@ -18,8 +18,9 @@ from pltpack.errors import UnsupportedError
 from pltpack.gpu import arithmetic, device  # noqa: F401 - arithmetic teaches the simulator warps
 
 #: Columns of a table of streams, int64: where the stream is in the payloads (bytes), its words (u16), its rows, where
-#: they begin in arrays of rows, its symbols per row, where they begin in arrays of symbols.
-AT, WORDS, ROWS, FIRST_ROW, COLUMNS, SYMBOLS, STREAM_COLUMNS = range(7)
+#: they begin in arrays of rows, its symbols per row, where they begin in arrays of symbols, and where the numbers of the
+#: rows' tables begin (many streams may have the same).
+AT, WORDS, ROWS, FIRST_ROW, COLUMNS, SYMBOLS, TABLES, STREAM_COLUMNS = range(8)
 #: States between steps are at least this.
 _LOW = 1 << 16
 _ALL = 0xFFFFFFFF
@@ -120,7 +121,7 @@ def decode_kernel(
         state = np.uint32(_word(data, at) | np.uint32(_word(data, at + 2) << np.uint32(16)))
         position, escapes, weights = np.int32(0), np.int32(0), np.int32(0)
         for row in range(line[FIRST_ROW], line[FIRST_ROW] + line[ROWS]):
-            table = np.int32(table_of_row[row])
+            table = np.int32(table_of_row[line[TABLES] + row - line[FIRST_ROW]])
             base, code = table * width, escape[table]
             if lane == 0:
                 escapes_before[row] = escapes
@@ -188,7 +189,7 @@ def encode_kernel(
         impossible = False
         for back in range(rows):
             row = rows - 1 - back
-            base = np.int32(table_of_row[line[FIRST_ROW] + row]) * width
+            base = np.int32(table_of_row[line[TABLES] + row]) * width
             for step in range(steps):
                 column = ((steps - 1 - step) << 5) + lane
                 active = column < columns
