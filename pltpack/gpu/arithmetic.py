@@ -98,12 +98,15 @@ def to_narrow(x: Any, mantissa: Any, bias: Any) -> Any:
 
 @cuda.jit(device=True)
 def from_narrow(word: Any, mantissa: Any, bias: Any) -> Any:
-    """Inverse of `to_narrow`; what is not finite comes out as some finite number."""
+    """Inverse of `to_narrow`; F16 and F8_E5M2 have infinities, all three have what is not a number."""
     top = 15 if mantissa == 10 else 7
     sign, field = (word >> top) & 1, (word & ((1 << top) - 1)) >> mantissa
     fraction = word & ((1 << mantissa) - 1)
     # A subnormal number is its fraction times a power of two, which binary32 holds.
     value = float_of(np.uint32((127 + 1 - bias - mantissa) << 23)) * np.float32(fraction)
     if field > 0:
-        value = float_of(np.uint32(((field - bias + 127) << 23) | (fraction << (23 - mantissa))))
+        exponent = field - bias + 127
+        if field == 31 or (mantissa == 3 and field == 15 and fraction == 7):
+            exponent = 255
+        value = float_of(np.uint32((exponent << 23) | (fraction << (23 - mantissa))))
     return np.float32(-value) if sign == 1 else np.float32(value)

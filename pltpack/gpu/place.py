@@ -105,6 +105,12 @@ class Pages:
         base, *rest = strides[layout]
         return cls(base, *rest, block, table), cls(half + base, *rest, block, table)
 
+    def place(self, head: int, slot: int) -> int:
+        """Where a vector begins."""
+        page = self.pages[slot // self.block]
+        inside = slot % self.block * self.token_stride
+        return self.base + page * self.page_stride + inside + head * self.head_stride
+
     def extent(self, heads: int, tokens: int, dim: int) -> int:
         """Elements that a buffer must have for `tokens` slots from the first on."""
         used = self.pages[: -(-tokens // self.block)]
