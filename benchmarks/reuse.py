@@ -62,12 +62,16 @@ people, and that the doors open half an hour earlier. Thank the volunteers, wish
 the library at the old mill. Do not add a postscript, a list, a heading or a picture, and do not mention these rules. \
 Write the letter now."""
 
-READERS = ("Mrs Okafor", "Tom Lindqvist", "Dr Elena Petrova", "the Marchetti family", "Yusuf", "Old Mr Beaumont",
-           "Aiko Tanaka", "Professor Hale")  # fmt: skip
-THINGS = ("a long novel about two lighthouse keepers who stop talking", "the new atlas of river birds",
-          "a film about a village that moves uphill", "a book of short recipes for one person")  # fmt: skip
-EVENTS = ("a talk on bees, Thursday at seven", "the repair evening for lamps and radios on Friday at six",
-          "a reading for children, Saturday at eleven in the morning", "a chess night on Tuesday at eight")  # fmt: skip
+#: What fills the slots, each time in another combination; no session has another's first slot.
+NAMES = ("Amara", "Tom", "Elena", "Paolo", "Yusuf", "Old Mr", "Aiko", "Professor")
+SURNAMES = ("Okafor", "Lindqvist", "Petrova", "Marchetti")
+THINGS = ("a long novel about two lighthouse keepers", "the new atlas of river birds", "a film about a moving village",
+          "a book of short recipes")  # fmt: skip
+FOR = ("who stop talking", "for one person", "with drawings by a child", "from the far north", "in two volumes",
+       "that nobody finished", "about patience", "printed in blue")  # fmt: skip
+EVENTS = ("a talk on bees", "the repair evening for lamps and radios", "a reading for children", "a chess night")
+HOURS = ("Monday at six", "Tuesday at eight", "Wednesday at five", "Thursday at seven", "Friday at four",
+         "Saturday at eleven in the morning", "Saturday at three", "Monday at half past seven")  # fmt: skip
 
 
 def main() -> None:
@@ -179,12 +183,15 @@ def family(args: argparse.Namespace, tiers: Sequence[str]) -> list[dict[str, Any
 reading room on the second floor is quiet, and the children are welcome in the corner beside the entrance."
     prompts = {
         f"family-{index:02}": {
-            "prompt": TEMPLATE.format(reader=READERS[index % 8], thing=THINGS[index // 8 % 4],
-                                      event=EVENTS[(index + index // 4) % 4]),
+            "prompt": TEMPLATE.format(
+                reader=f"{NAMES[index % 8]} {SURNAMES[index // 8 % 4]}",
+                thing=f"{THINGS[index % 4]} {FOR[index // 4 % 8]}",
+                event=f"{EVENTS[index // 8 % 4]}, {HOURS[index % 8]}",
+            ),
             "continuation": follows,
         }
         for index in range(args.family)
-    }  # fmt: skip
+    }
     texts = args.work / "family.safetensors"
     capture(args.model, prompts, folder, continuations=texts, force=True)
     paths = sorted(folder.glob("*.safetensors"))

@@ -28,7 +28,7 @@ each_tier = pytest.mark.parametrize("quality", TIERS)
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory) -> Path:
-    return save_profile(tmp_path_factory.mktemp("profile") / "p.safetensors", IDENTITY)
+    return save_profile(tmp_path_factory.mktemp("profile") / "p.safetensors", IDENTITY, kl=(-9.0, 1.0))
 
 
 @pytest.fixture(scope="module")

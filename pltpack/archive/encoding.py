@@ -230,7 +230,8 @@ class UnitWriter:
     def _encode_span(self, job: UnitJob) -> Encoded:
         layers = range(job.layer, job.layer + job.layers)
         arrays = [job.snapshot.layer(layer, job.start, job.stop) for layer in layers]
-        unit = Unit(job.layer, job.geometries[0], job.start, job.stop - job.start, job.boundary, job.geometries)
+        unit = Unit(job.layer, job.geometries[0], job.start, job.stop - job.start, job.boundary, job.geometries,
+                    job.promise is not None)  # fmt: skip
         codec = self._prepared.of(job.snapshot, job.stop + job.boundary)
         reference = job.mapped()
         payload = codec.encode_span(unit, arrays, reference)
@@ -314,7 +315,8 @@ def _groups(jobs: Iterable[UnitJob]) -> Iterator[list[UnitJob]]:
 def _load(job: UnitJob) -> EncodeJob | None:
     """A job's arrays, or None if it is a correction and nothing is to be corrected."""
     keys, values = job.snapshot.layer(job.layer, job.start, job.stop)
-    unit = Unit(job.layer, job.snapshot.identity.layers[job.layer], job.start, job.stop - job.start, job.boundary)
+    unit = Unit(job.layer, job.geometries[0], job.start, job.stop - job.start, job.boundary,
+                near=job.promise is not None)  # fmt: skip
     mapped = job.mapped()
     if mapped is None:
         return EncodeJob(unit, keys, values)

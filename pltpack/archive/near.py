@@ -20,10 +20,11 @@ from pltpack.archive.prepared import Prepared
 from pltpack.archive.promotion import Candidate, promote, worth
 from pltpack.archive.reader import Archive
 from pltpack.archive.settings import Settings
-from pltpack.archive.sharing import Sharing, prefix_end
+from pltpack.archive.sharing import Role, Sharing, prefix_end
 from pltpack.archive.similar import similar_matches
 from pltpack.archive.tails import find_tails, fitting
 from pltpack.archive.trial import Text, Trial
+from pltpack.codec.transform import TransformCodec
 from pltpack.format import tables
 from pltpack.snapshot import Snapshot
 from pltpack.trie.matching import Match, find_matches
@@ -86,7 +87,29 @@ def add_near(
     fixed = 0 if place.library is None or sharing.nodes else _segment_bytes(place)
     node_bytes = 2 * cut + tables.NODE.itemsize + tables.RUN.itemsize
     kept = worth(tried, range(first, len(texts)), node_bytes, fixed)
-    return promote(sharing, texts, snapshots, kept) if kept else sharing
+    if not kept:
+        return sharing
+    found = promote(sharing, texts, snapshots, kept)
+    _refine(found, snapshots, prepared)
+    return found
+
+
+def _refine(sharing: Sharing, snapshots: Sequence[Snapshot], prepared: Prepared) -> None:
+    """Have new nodes encoded as finely as what is predicted from them."""
+    if not isinstance(prepared.codec, TransformCodec):
+        return
+    wanted = []
+    for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
+        for run in runs:
+            if run.role is Role.NEAR and run.library is None:
+                codec = prepared.of(snapshot, len(snapshot))
+                assert isinstance(codec, TransformCodec)
+                wanted.append(
+                    (sharing.nodes[run.node], run.node_start, codec.token_steps[run.session_start : run.stop])
+                )
+    # All steps are asked for before any is refined: a session's own are not finer for what it serves.
+    for node, start, steps in wanted:
+        prepared.refine(node.owner, node.stop + node.boundary, node.position + start, steps)
 
 
 def _texts(sharing: Sharing, libraries: Sequence[Library], snapshots: Sequence[Snapshot]) -> list[Text]:

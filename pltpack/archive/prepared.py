@@ -5,12 +5,17 @@ from __future__ import annotations
 import collections
 import threading
 
+import numpy as np
+
 from pltpack.codec.base import Codec
+from pltpack.codec.transform import TransformCodec
 from pltpack.errors import PromiseError
 from pltpack.snapshot import Snapshot
 
 #: Sessions that are kept: jobs come session by session, but library nodes and trials name them again and again.
-MOST = 256
+MOST = 1024
+#: A finer reference costs about what it saves two of those that it predicts.
+WANTED_BY = 3
 
 
 class Prepared:
@@ -27,6 +32,7 @@ class Prepared:
         self._lock = threading.Lock()
         # The snapshot is kept with what belongs to it, so that its id is not given to another one.
         self._held: collections.OrderedDict[tuple[int, int], tuple[Snapshot, Codec]] = collections.OrderedDict()
+        self._steps: dict[tuple[int, int], tuple[Snapshot, np.ndarray]] = {}
 
     def of(self, snapshot: Snapshot, cut: int) -> Codec:
         """The codec for a session that may be cut at `cut`.
@@ -39,11 +45,39 @@ class Prepared:
         key = (id(snapshot), cut)
         with self._lock:
             if key not in self._held:
-                try:
-                    self._held[key] = (snapshot, self.codec.prepare(snapshot, (cut,)))
-                except ValueError as error:
-                    raise PromiseError(f"session {snapshot.session!r}: {error}", snapshot.origin) from None
+                self._held[key] = (snapshot, self._finer(key, self._prepare(snapshot, cut)))
                 if len(self._held) > MOST:
                     self._held.popitem(last=False)
             self._held.move_to_end(key)
             return self._held[key][1]
+
+    def refine(self, snapshot: Snapshot, cut: int, start: int, steps: np.ndarray) -> None:
+        """Encode tokens of a session, from `start` on, with no larger steps if enough others are predicted from them.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+        cut : int
+            As of `of`.
+        start : int
+        steps : ndarray
+            int32 ``[n]``, see `pltpack.codec.transform.TransformCodec.finer`; other codecs have no steps.
+        """
+        key = (id(snapshot), cut)
+        with self._lock:
+            if key not in self._steps:
+                self._steps[key] = (snapshot, np.full((WANTED_BY, len(snapshot)), np.iinfo(np.int32).max, np.int32))
+            part = self._steps[key][1][:, start : start + len(steps)]
+            part[:] = np.sort(np.concatenate([part, np.asarray(steps, np.int32)[None]]), axis=0)[:WANTED_BY]
+            self._held.pop(key, None)
+
+    def _prepare(self, snapshot: Snapshot, cut: int) -> Codec:
+        try:
+            return self.codec.prepare(snapshot, (cut,))
+        except ValueError as error:
+            raise PromiseError(f"session {snapshot.session!r}: {error}", snapshot.origin) from None
+
+    def _finer(self, key: tuple[int, int], codec: Codec) -> Codec:
+        if key in self._steps and isinstance(codec, TransformCodec):
+            return codec.finer(self._steps[key][1][-1])
+        return codec

@@ -41,7 +41,7 @@ class Candidate:
 class Interval:
     """Tokens ``[start, stop)`` of a session that move to the library.
 
-    `branch`: sessions that have all its tokens, and those before, part at its end.
+    `branch`: sessions part at its end that have all its tokens and those before, and one of them may end there.
     """
 
     start: int
@@ -221,7 +221,9 @@ def promote(
         for each, sessions in zip(intervals.all, users, strict=True):
             length, parent = each.stop - each.start, before if before and before.stop == each.start else None
             row = Run(each.start, length, None, len(nodes), 0, role=Role.SOURCE)
-            boundary = 0 if each.branch else len(owner) - each.stop
+            boundary = len(owner) - each.stop
+            if each.branch:
+                boundary = min(len(snapshots[user - first]) for user in sessions) - each.stop
             nodes.append(NewNode(owner, each.start, each.stop, len(sessions), parent, boundary))
             runs[source - first].append(row)
             before = row

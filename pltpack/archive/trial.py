@@ -97,7 +97,7 @@ class Trial:
             unit = _unit(snapshot, layers, start, count, len(snapshot) - start - count)
             arrays = [snapshot.layer(layer, start, start + count) for layer in layers]
             reference = self._moved(source, layers, source_start, count, start)
-            predicted.append(len(_encode(codec, unit, arrays, reference)))
+            predicted.append(len(_encode(codec, dataclasses.replace(unit, near=True), arrays, reference)))
             plain.append(len(_encode(codec, unit, arrays, None)))
         saved = sum(max(without - size, 0) for size, without in zip(predicted, plain, strict=True))
         promise = Promise(tuple(layers.start for layers in self._tried), tuple(size / count for size in predicted),
