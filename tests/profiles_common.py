@@ -58,7 +58,7 @@ def random_profile(
     rank: int = 9,
     templates: int = 1,
     logs: int = 0,
-    kl: tuple[float, float] = (-6.0, 1.0),
+    kl: tuple[float, float] = (-3.0, 1.0),
 ) -> dict[str, np.ndarray]:
     """Arrays of a profile; `logs` moves all scales, in 1/24 octave."""
     rng = np.random.default_rng(seed)
