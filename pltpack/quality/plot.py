@@ -70,6 +70,7 @@ def plot(scores: Sequence[Score], path: Path, title: str) -> None:
 
 
 def settings() -> Any:
+    """Settings of matplotlib under which equal figures are equal files, with text as text."""
     import matplotlib
 
     return matplotlib.rc_context({"svg.hashsalt": "pltpack", "svg.fonttype": "none"})
