@@ -1,0 +1,654 @@
+"""The streaming loader: look-up, stages, destinations, misses, centroids."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import threading
+import time
+import tracemalloc
+
+import ml_dtypes
+import near_common
+import numpy as np
+import profiles_common
+import pytest
+from archives import HEADS, IDENTITY, K_DIM, LAYERS, V_DIM, session
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_common import bits, damage, loader_threads, open_files, same
+
+import pltpack
+from pltpack.archive import segments
+from pltpack.errors import IdentityError, UnsupportedError
+from pltpack.serve import Contiguous, Hit, MissError, Paged
+from pltpack.serve import stream as stream_module
+from pltpack.serve.centroids import Centroids
+from pltpack.serve.channel import Channel
+from pltpack.serve.pages import LAYOUTS
+from pltpack.snapshot import Identity
+
+RNG = np.random.default_rng(3)
+PREFIX = RNG.integers(0, 500, 40).tolist()
+TAILS = [RNG.integers(0, 500, size).tolist() for size in (24, 50, 9)]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def family():
+    out = [session(f"s{i}", PREFIX + tail, noise=i) for i, tail in enumerate(TAILS)]
+    return [*out, session("other", PREFIX + TAILS[0] + [7] * 40, salt="tenant", weights=5)]
+
+
+@pytest.fixture(scope="module", params=["lossless", "q4"])
+def path(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp("loader") / request.param
+    pltpack.compress(family(), out, quality=request.param, block=4)
+    return out
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    pltpack.compress(family(), tmp_path / "a", quality="lossless", block=4)
+    return tmp_path / "a"
+
+
+# Look-up
+
+
+def test_the_longest_prefix_is_found_in_whole_blocks(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader()
+        assert loader.lookup(PREFIX + TAILS[1]) == Hit("s1", 88, 4, 1)
+        assert loader.lookup(PREFIX + TAILS[1][:13] + [600]).tokens == 52
+        assert loader.lookup(PREFIX + TAILS[2] + [600] * 9) == Hit("s2", 48, 4, 1)
+        assert loader.lookup(PREFIX[:39]).tokens == 36
+        hit = loader.lookup([999, *PREFIX])
+        assert not hit and hit.tokens == 0
+        assert not loader.lookup([])
+        with pytest.raises(UnsupportedError, match="nothing"):
+            loader.stream(hit)
+
+
+def test_another_tenants_sessions_are_not_found(path):
+    prompt = PREFIX + TAILS[0] + [7] * 40
+    with pltpack.open(path) as archive:
+        assert archive.loader().lookup(prompt).tokens == 64
+        mine = archive.loader(identity=Identity(salt="tenant"))
+        assert mine.lookup(prompt) == Hit("other", 104, 4, 1)
+        assert archive.loader(identity=Identity(salt="nobody")).lookup(prompt).tokens == 0
+    with pltpack.open(path, identity=Identity(salt="tenant")) as archive:
+        loader = archive.loader()
+        assert same(loader.load(loader.lookup(prompt)), archive.snapshot("other"), 104)
+
+
+@pytest.mark.parametrize(("field", "value"), [("model", "other"), ("weights", "sha256:0"), ("keys", "unrotated")])
+def test_an_identity_that_differs_is_refused_by_its_field(path, field, value):
+    with pltpack.open(path) as archive:
+        with pytest.raises(IdentityError, match=field):
+            archive.loader(identity=dataclasses.replace(IDENTITY, **{field: value}))
+        if field == "weights":
+            archive.loader(identity=Identity(weights=value), accept_unknown=["weights"])
+
+
+@settings(max_examples=40)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=6), st.lists(st.integers(0, 2), max_size=14))
+def test_look_up_is_what_comparing_every_text_says(texts, prompt):
+    class Text:
+        def __init__(self, tokens):
+            self.tokens = np.array(tokens, np.int32)
+
+    from pltpack.serve.prefixes import PrefixIndex
+
+    index = PrefixIndex({str(i): Text(text) for i, text in enumerate(texts)}, 2, 1)
+
+    def shared(text):
+        count = 0
+        while count < min(len(text), len(prompt)) and text[count] == prompt[count]:
+            count += 1
+        return count - count % 2
+
+    hit = index.lookup(prompt)
+    assert hit.tokens == max(map(shared, texts), default=0)
+    assert not hit or shared(texts[int(hit.session)]) == hit.tokens
+    if hit:
+        assert index.without(hit.session).lookup(prompt).tokens <= hit.tokens
+
+
+# Values
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_loads_are_what_the_archive_reads(path, depth, mapped):
+    with pltpack.open(path) as archive:
+        loader = archive.loader(depth=depth, workers=2, mapped=mapped)
+        for tokens in (PREFIX + TAILS[0], PREFIX + TAILS[1], PREFIX[:21]):
+            hit = loader.lookup(tokens)
+            assert same(loader.load(hit), archive.snapshot(hit.session), hit.tokens)
+            part = hit.first(hit.tokens - 3)
+            assert same(loader.load(part), archive.snapshot(hit.session), part.tokens)
+        assert loader.misses == {}
+    assert not loader_threads()
+
+
+def test_predicted_and_grouped_units_load_as_the_archive_reads_them(tmp_path):
+    profile = profiles_common.save_profile(tmp_path / "p.safetensors", near_common.IDENTITY)
+    tiers = {"lossless": {"quality": "lossless"}, "q3": {"quality": "q3"}, "transform": {"profile": profile}}
+    for name, tier in tiers.items():
+        pltpack.compress(near_common.family(), tmp_path / name, **tier)
+        with pltpack.open(tmp_path / name) as archive:
+            assert any(len(archive.shard(s).predicted_runs) for s in archive.sessions), name
+            loader = archive.loader()
+            for session_name in archive.sessions:
+                whole = archive.snapshot(session_name)
+                hit = loader.lookup(whole.tokens)
+                assert hit.tokens == len(whole) - len(whole) % 32
+                assert same(loader.load(hit), archive.read(session_name), hit.tokens), (name, session_name)
+
+
+def test_long_layers_are_cut(path, monkeypatch):
+    monkeypatch.setattr("pltpack.serve.plan.PIECE_TOKENS", 10)
+    with pltpack.open(path) as archive:
+        loader = archive.loader(depth=2, workers=2)
+        hit = loader.lookup(PREFIX + TAILS[1])
+        with loader.stream(hit) as stream:
+            assert same(list(stream), archive.snapshot("s1"), 88)
+            assert sum(span.stage == "decode" for span in stream.timeline.spans) == 9 * LAYERS
+
+
+# Order, depth, time
+
+
+def test_layers_come_in_order_and_no_more_than_depth_are_under_way(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader(depth=1)
+        with loader.stream(loader.lookup(PREFIX)) as stream:
+            deadline = time.monotonic() + 10
+            while "scatter" not in stream.timeline.busy() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(0.05)
+            assert {span.label for span in stream.timeline.spans} == {"0"}
+            assert next(stream).layer == 0
+            assert next(stream).layer == 1
+            stages = [(span.stage, span.label) for span in stream.timeline.spans]
+            assert stages.index(("read", "1")) > stages.index(("scatter", "0"))
+            assert [layer.layer for layer in stream] == [2]
+
+
+def test_deeper_loads_read_ahead_of_a_slow_consumer(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader(depth=3)
+        with loader.stream(loader.lookup(PREFIX)) as stream:
+            deadline = time.monotonic() + 10
+            while not stream.complete and time.monotonic() < deadline:
+                time.sleep(0.005)
+            assert stream.complete
+            assert stream.wait(2).layer == 2
+            assert stream.wait(0).layer == 0
+
+
+def test_a_load_that_takes_too_long_is_a_miss(path, caplog):
+    with pltpack.open(path) as archive:
+        loader = archive.loader(read_bytes_per_second=1000)
+        hit = loader.lookup(PREFIX)
+        begin = time.monotonic()
+        with pytest.raises(MissError) as caught:
+            loader.load(hit, timeout=0.2)
+        assert caught.value.reason == "timeout"
+        assert 0.15 < time.monotonic() - begin < 5
+        assert loader.misses == {"timeout": 1}
+        assert loader.lookup(PREFIX) == hit
+        assert not loader_threads()
+    assert len(caplog.records) == 1 and "timeout" in caplog.text
+
+
+def test_cancelling_wakes_who_waits(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader(read_bytes_per_second=1000)
+        stream = loader.stream(loader.lookup(PREFIX))
+        threading.Timer(0.1, stream.cancel).start()
+        with pytest.raises(MissError, match="cancelled"):
+            stream.wait(2)
+        stream.close()
+        with pytest.raises(MissError):
+            next(stream)
+        assert loader.misses == {"cancelled": 1}
+        assert not loader_threads()
+
+
+def test_closing_an_archive_ends_its_loads(path):
+    archive = pltpack.open(path)
+    loader = archive.loader(read_bytes_per_second=1000)
+    stream = loader.stream(loader.lookup(PREFIX))
+    archive.close()
+    assert not loader_threads()
+    with pytest.raises(MissError):
+        next(stream)
+    with pytest.raises(UnsupportedError, match="closed"):
+        loader.lookup(PREFIX)
+
+
+def test_reading_is_as_slow_as_told(path):
+    with pltpack.open(path) as archive:
+        size = sum(int(archive.shard("s1").units["length"].sum()) for _ in "1")
+        loader = archive.loader(read_bytes_per_second=size / 0.2)
+        begin = time.perf_counter()
+        loader.load(loader.lookup(PREFIX + TAILS[1]))
+        assert time.perf_counter() - begin >= 0.19
+
+
+# Destinations
+
+
+def test_contiguous_arrays_of_the_stored_dtype_or_wider(path):
+    torch = pytest.importorskip("torch")
+    with pltpack.open(path) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX + TAILS[1])
+        whole = [archive.snapshot("s1").layer(i, 0, hit.tokens) for i in range(LAYERS)]
+        for make in (
+            lambda dim: np.zeros((LAYERS, HEADS, 100, dim), BF16),
+            lambda dim: np.zeros((LAYERS, HEADS, 100, dim), np.float32),
+            lambda dim: torch.zeros(LAYERS, HEADS, 100, dim, dtype=torch.bfloat16),
+            lambda dim: torch.zeros(LAYERS, HEADS, 100, dim),
+        ):
+            keys, values = make(K_DIM), make(V_DIM)
+            for layer, k, v in loader.load(hit, (keys, values)):
+                for mine, theirs in ((k, whole[layer][0]), (v, whole[layer][1])):
+                    got = mine.float().numpy() if isinstance(mine, torch.Tensor) else mine.astype(np.float32)
+                    assert np.array_equal(got, theirs.astype(np.float32))
+            assert not np.asarray(keys[0, 0, hit.tokens :].sum().item())
+        per_layer = [np.zeros((HEADS, 88, K_DIM), BF16) for _ in range(LAYERS)]
+        loader.load(hit, Contiguous(per_layer, np.zeros((LAYERS, HEADS, 88, V_DIM), BF16)))
+        assert np.array_equal(bits(per_layer[1]), bits(whole[1][0]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "fact"),
+    [
+        (np.zeros((LAYERS, HEADS, 10, K_DIM), BF16), np.zeros((LAYERS, HEADS, 100, V_DIM), BF16), "40 or more"),
+        (np.zeros((2, HEADS, 99, K_DIM), BF16), np.zeros((LAYERS, HEADS, 99, V_DIM), BF16), "2 layers"),
+        (np.zeros((LAYERS, HEADS, 99, K_DIM), np.float16), np.zeros((LAYERS, HEADS, 99, V_DIM), BF16), "exactly"),
+        (np.zeros((LAYERS, HEADS, 99, 5), BF16), np.zeros((LAYERS, HEADS, 99, V_DIM), BF16), "99, 5"),
+    ],
+)
+def test_destinations_that_do_not_fit_are_refused_before_anything_is_read(path, keys, values, fact):
+    with pltpack.open(path) as archive:
+        loader = archive.loader()
+        with pytest.raises(UnsupportedError, match=fact):
+            loader.load(loader.lookup(PREFIX), (keys, values))
+        assert loader.misses == {}
+        assert not loader_threads()
+
+
+def _pool(axes: str, dim: int, blocks: int, size: int, rng) -> np.ndarray:
+    lengths = {"2": 2, "L": LAYERS, "B": blocks, "N": size, "S": blocks * size + 3, "H": HEADS, "D": dim, "C": 2 * dim}
+    words = rng.integers(0, 1 << 15, [lengths[axis] for axis in axes]).astype(np.uint16)
+    return words.view(BF16)
+
+
+def _at(arrays, axes: str, layer: int, half: int, block: int, inside: int, size: int, dim: int) -> np.ndarray:
+    """Where a token's heads ``[H, D]`` are, by the layout's letters alone."""
+    array = arrays if "L" in axes else arrays[layer]
+    if "2" not in axes and "C" not in axes:
+        array = array[half]
+    index = {"2": half, "L": layer, "B": block, "N": inside, "S": block * size + inside}
+    index["C"] = slice(half * dim, (half + 1) * dim)
+    out = array[tuple(index.get(axis, slice(None)) for axis in axes)]
+    kept = [axis for axis in axes if axis in "HDC"]
+    return out if kept[0] == "H" else out.T
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory):
+    """An archive whose keys and values have one width, as paged layouts in one array need."""
+    rng = np.random.default_rng(0)
+    layers = [tuple(rng.standard_normal((HEADS, 50, 8)).astype(BF16) for _ in "kv") for _ in range(LAYERS)]
+    out = tmp_path_factory.mktemp("square") / "a"
+    snapshot = pltpack.Snapshot.from_arrays("s", np.arange(50), layers, Identity(model="toy"))
+    pltpack.compress([snapshot], out, quality="lossless", block=8)
+    return out
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "LBHNC", "2LBNHD"])
+def test_pages_get_the_blocks_of_the_table_and_no_others(square, layout):
+    axes, size, dim = LAYOUTS.get(layout, layout), 4, 8
+    rng = np.random.default_rng(1)
+    apart = "2" not in axes and "C" not in axes
+
+    def pool():
+        return tuple(_pool(axes, dim, 20, size, rng) for _ in "kv") if apart else _pool(axes, dim, 20, size, rng)
+
+    arrays = pool() if "L" in axes else [pool() for _ in range(LAYERS)]
+    table = rng.permutation(20)[:12]
+    flat = [arrays] if "L" in axes else list(arrays)
+    before = [np.array(a) for entry in flat for a in (entry if apart else [entry])]
+    with pltpack.open(square) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(np.arange(47))
+        assert hit.tokens == 40
+        pages = Paged(arrays, table, layout, size)
+        assert [layer.layer for layer in loader.stream(hit, into=pages)] == list(range(LAYERS))
+        assert pages.touched() == tuple(sorted(table[:10]))
+        snapshot = archive.read("s")
+    after = [a for entry in flat for a in (entry if apart else [entry])]
+    old = iter(before)
+    rebuilt = [tuple(next(old) for _ in entry) if apart else next(old) for entry in flat]
+    expected = rebuilt[0] if "L" in axes else rebuilt
+    for layer in range(LAYERS):
+        for half, values in enumerate(snapshot.layer(layer, 0, 40)):
+            for token in range(40):
+                block, inside = int(table[token // size]), token % size
+                _at(expected, axes, layer, half, block, inside, size, dim)[...] = values[:, token]
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("table", "layout", "size", "fact"),
+    [
+        ([0, 1, 1], "vllm", 16, "twice"), ([0, 1], "vllm", 16, "32 of 40"), ([0, 1, 99], "vllm", 16, "outside 0:5"),
+        ([0, -1, 2], "vllm", 16, "outside"), ([0, 1, 2], "vllm", 8, "24 of 40"), (range(5), "vllm", 8, "is .16, 2, 8."),
+        ([0, 1, 2], "BHN", 16, "not known"), ([0, 1, 2], "vllm-flash", 16, "axes"),
+    ],
+)  # fmt: skip
+def test_block_tables_that_do_not_fit_are_refused(square, table, layout, size, fact):
+    arrays = [np.zeros((5, HEADS, 16, 16), BF16) for _ in range(LAYERS)]
+    with pltpack.open(square) as archive:
+        loader = archive.loader()
+        with pytest.raises(UnsupportedError, match=fact):
+            loader.load(loader.lookup(np.arange(47)), Paged(arrays, list(table), layout, size))
+    assert not any(array.any() for array in arrays)
+
+
+# Misses
+
+
+def test_a_bad_unit_is_one_logged_miss_and_live_blocks_stay(square, tmp_path, caplog):
+    import shutil
+
+    shutil.copytree(square, tmp_path / "a")
+    rng = np.random.default_rng(1)
+    pools = [_pool("BHNC", 8, 20, 4, rng) for _ in range(LAYERS)]
+    before = [pool.copy() for pool in pools]
+    with pltpack.open(tmp_path / "a") as archive:
+        last = len(archive.shard("s").units) - 1
+        file = damage(archive.shard("s"), last)
+        loader = archive.loader()
+        hit = loader.lookup(np.arange(50))
+        table = list(range(3, 15))
+        with caplog.at_level(logging.INFO), pytest.raises(MissError) as caught:
+            loader.load(hit, Paged(pools, table, "vllm", 4))
+        miss = caught.value
+        assert (miss.session, miss.reason) == ("s", "bad unit")
+        assert str(file) in str(miss) and "checksum" in str(miss)
+        assert set(miss.blocks) <= set(table)
+        for pool, old in zip(pools, before, strict=True):
+            changed = np.flatnonzero((bits(pool) != bits(old)).any(axis=(1, 2, 3)))
+            assert set(changed.tolist()) <= set(miss.blocks)
+        # The damaged layer was not written at all.
+        assert np.array_equal(bits(pools[-1]), bits(before[-1]))
+        assert loader.misses == {"bad unit": 1}
+        assert len([r for r in caplog.records if r.name == "pltpack.serve"]) == 1
+        # One bad file must not keep requests busy for ever.
+        assert not loader.lookup(np.arange(50))
+    assert not loader_threads()
+
+
+def test_after_a_miss_the_next_best_session_is_offered(fresh):
+    with pltpack.open(fresh) as archive:
+        damage(archive.shard("s1"), 0)
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX + TAILS[1])
+        assert hit.session == "s1"
+        with pytest.raises(MissError):
+            loader.load(hit)
+        again = loader.lookup(PREFIX + TAILS[1])
+        assert again.session != "s1" and again.tokens == 40
+        assert same(loader.load(again), archive.snapshot(again.session), 40)
+
+
+def test_missing_and_shortened_files_are_misses(fresh):
+    with pltpack.open(fresh) as archive:
+        shard = archive.shard("s1")
+        with open(shard.container.path, "r+b") as file:
+            file.truncate(shard.container._payload_at + 10)
+        archive.shard("s0").container.path.unlink()
+        loader = archive.loader()
+        with pytest.raises(MissError) as caught:
+            loader.load(loader.lookup(PREFIX + TAILS[1]))
+        assert caught.value.reason == "bad unit"
+    with pltpack.open(fresh) as archive:
+        loader = archive.loader()
+        assert loader.lookup(PREFIX + TAILS[0]).tokens == 40
+        assert loader.misses == {"missing file": 1, "bad shard": 1}
+
+
+def test_no_memory_or_a_fault_of_ours_is_a_miss_too(path, monkeypatch, caplog):
+    with pltpack.open(path) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX)
+        arrays = np.zeros((LAYERS, HEADS, 40, K_DIM), np.float32), np.zeros((LAYERS, HEADS, 40, V_DIM), np.float32)
+        for error, reason in ((MemoryError, "out of memory"), (ZeroDivisionError, "error"), (OSError, "read error")):
+
+            def fail(*_, error=error):
+                raise error("no")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(stream_module, "decode_layers", fail)
+                with pytest.raises(MissError) as caught:
+                    loader.load(hit, arrays)
+            assert caught.value.reason == reason
+            assert not arrays[0].any()
+        assert loader.misses == {"out of memory": 1, "error": 1, "read error": 1}
+        assert loader.lookup(PREFIX) == hit
+        assert same(loader.load(hit), archive.snapshot(hit.session), 40)
+
+
+def test_loads_go_on_where_the_archive_was_compacted(fresh):
+    with pltpack.open(fresh) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX + TAILS[1])
+        pltpack.append(fresh, [session("late", PREFIX + [3] * 30)])
+        pltpack.compact(fresh)
+        pltpack.gc(fresh)
+        # Files that are open stay readable.
+        assert same(loader.load(hit), archive.snapshot("s1"), 88)
+    with pltpack.open(fresh) as archive:
+        assert archive.loader().lookup(PREFIX + [3] * 30).session == "late"
+
+
+def test_a_miss_by_a_newer_generation_is_no_reason_to_leave_a_session_out(fresh, monkeypatch):
+    monkeypatch.setattr("pltpack.archive.reader.MAX_OPEN", 0)
+    with pltpack.open(fresh) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX + TAILS[1])
+        pltpack.append(fresh, [session("late", PREFIX + [3] * 30)])
+        pltpack.compact(fresh)
+        pltpack.gc(fresh)
+        with pytest.raises(MissError, match="missing file"):
+            loader.load(hit)
+        again = loader.lookup(PREFIX + TAILS[1])
+        assert again.generation > hit.generation and again.tokens == 88
+        assert same(loader.load(again), archive.snapshot("s1"), 88)
+
+
+def test_a_thousand_loads_leave_nothing_behind(fresh):
+    with pltpack.open(fresh) as archive:
+        loader = archive.loader(depth=2)
+        hit = loader.lookup(PREFIX + TAILS[0])
+        pages = [np.zeros((30, HEADS, 4, K_DIM + V_DIM), BF16) for _ in range(LAYERS)]
+
+        def cycle(index: int) -> None:
+            kind = index % 5
+            if kind == 0:
+                loader.load(hit)
+            elif kind == 1:
+                loader.load(hit, Paged(pages, range(20), "vllm", 4))
+            elif kind == 2:
+                next(loader.stream(hit))
+            elif kind == 3:
+                with loader.stream(hit) as stream:
+                    stream.cancel()
+            else:
+                with pytest.raises(MissError):
+                    loader.load(hit, timeout=0)
+
+        logging.getLogger("pltpack.serve").setLevel(logging.CRITICAL)
+        try:
+            for index in range(100):
+                cycle(index)
+            gc.collect()
+            files, threads = open_files(), threading.active_count()
+            tracemalloc.start()
+            before = tracemalloc.get_traced_memory()[0]
+            for index in range(1000):
+                cycle(index)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+            tracemalloc.stop()
+        finally:
+            logging.getLogger("pltpack.serve").setLevel(logging.NOTSET)
+        deadline = time.monotonic() + 5
+        while loader_threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert open_files() <= files
+        assert threading.active_count() <= threads
+        assert grown < 200_000
+        assert len(loader._running) <= 1
+
+
+# Centroids
+
+
+class _Record(dict):
+    pass
+
+
+class _Segment:
+    def __init__(self, name: str) -> None:
+        self.entry = type("Entry", (), {"head_sha256": name})
+        self.decoded = 0
+
+    def decode_span(self, record):
+        self.decoded += 1
+        size = record["size"]
+        return [(np.full((1, size, 1), record["node"], np.uint8), np.zeros((1, 0, 1), np.uint8))]
+
+
+def _record(node: int, offset: int = 0, size: int = 10) -> _Record:
+    return _Record(node=node, offset=offset, size=size)
+
+
+def test_centroids_are_freed_oldest_first_and_pinned_ones_never():
+    kept, segment = Centroids(30), _Segment("a")
+    for node in (0, 1, 2):
+        kept.get(segment, _record(node))
+    kept.get(segment, _record(0))
+    assert segment.decoded == 3
+    kept.get(segment, _record(3))
+    assert [kept.holds(segment, _record(node)) for node in range(4)] == [True, False, True, True]
+    kept.pin([("a", 2)])
+    for node in (4, 5, 6, 7):
+        kept.get(segment, _record(node))
+    assert [kept.holds(segment, _record(node)) for node in range(8)] == [False, False, True, *[False] * 2, *[True] * 3]
+    assert kept.stats()["bytes"] == 40 and kept.stats()["pinned"] == 1
+    kept.unpin([("a", 2)])
+    assert kept.stats()["bytes"] <= 30
+    assert not kept.holds(segment, _record(2)) or kept.stats()["bytes"] <= 30
+    kept.get(segment, _record(9, size=31))
+    assert not kept.holds(segment, _record(9))
+    assert kept.get(segment, _record(7))[0][0][0, 0, 0] == 7
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from("gpu"), st.integers(0, 4), st.integers(0, 2))), st.integers(0, 60))
+def test_centroids_keep_to_their_budget(steps, budget):
+    kept, segment, pins = Centroids(budget), _Segment("a"), []
+    for what, node, unit in steps:
+        if what == "g":
+            assert kept.get(segment, _record(node, unit))[0][0][0, 0, 0] == node
+        elif what == "p":
+            kept.pin([("a", node)])
+            pins.append(node)
+        elif node in pins:
+            kept.unpin([("a", node)])
+            pins.remove(node)
+        loose = sum(
+            kept.holds(segment, _record(n, u)) * 10 for n in range(5) for u in range(3) if n not in pins
+        )
+        assert loose <= budget
+        everything = sum(kept.holds(segment, _record(n, u)) * 10 for n in range(5) for u in range(3))
+        assert kept.stats()["bytes"] == everything
+
+
+def test_shared_prefixes_are_decoded_once(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader(memory=1 << 20)
+        assert loader.centroids["budget"] == int(0.8 * (1 << 20))
+        for index in (0, 1):
+            hit = loader.lookup(PREFIX + TAILS[index])
+            assert same(loader.load(hit), archive.snapshot(hit.session), hit.tokens)
+        first = loader.centroids
+        assert first["decoded"] > 0 and first["hits"] >= first["decoded"]
+        loader.load(loader.lookup(PREFIX + TAILS[0]))
+        assert loader.centroids["decoded"] == first["decoded"]
+        loader.pin(hit)
+        assert loader.centroids["pinned"] > 0
+        loader.unpin(hit)
+        assert loader.centroids["pinned"] == 0
+        nothing = archive.loader(memory=0)
+        assert same(nothing.load(hit), archive.snapshot(hit.session), hit.tokens)
+        assert nothing.centroids["bytes"] == 0
+
+
+def test_library_paths_are_found_without_their_sessions(fresh):
+    with pltpack.open(fresh) as archive:
+        whole = archive.read("s0")
+        for name in ("s0", "s1", "s2"):
+            archive.shard(name).container.path.unlink()
+    with pltpack.open(fresh) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX + TAILS[0])
+        assert hit.session.startswith("library:") and hit.tokens == 40
+        assert loader.misses == {"missing file": 3}
+        got = loader.load(hit)
+        # One of the sessions' values: they differ in last bits.
+        for layer in got:
+            mine, theirs = (a.astype(np.float32) for a in (layer.keys, whole.layer(layer.layer, 0, 40)[0]))
+            assert np.allclose(mine, theirs, rtol=0.02)
+        assert not archive.loader(identity=Identity(salt="nobody")).lookup(PREFIX)
+
+
+# Parts
+
+
+def test_channels_end_when_their_writers_have_left():
+    channel = Channel[int](2, writers=2)
+    assert channel.put(1) and channel.put(2)
+    waiting = threading.Thread(target=channel.put, args=(3,))
+    waiting.start()
+    channel.leave()
+    assert [channel.get() for _ in range(3)] == [1, 2, 3]
+    waiting.join()
+    channel.leave()
+    assert channel.get() is None
+    full = Channel[int](1)
+    full.put(1)
+    threading.Timer(0.05, full.cancel).start()
+    assert not full.put(2)
+    assert full.get() is None
+
+
+@pytest.mark.parametrize("wrong", [{"depth": 0}, {"depth": 65}, {"workers": 0}, {"memory": -1}, {"device": "tpu"}])
+def test_settings_out_of_range_are_refused(path, wrong):
+    with pltpack.open(path) as archive, pytest.raises(UnsupportedError):
+        archive.loader(**wrong)
+
+
+def test_an_archives_own_reading_does_without_the_loaders_copies(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader()
+        loader.load(loader.lookup(PREFIX))
+        assert all(library.resident is None for library in archive.libraries)
+        assert all(isinstance(s.container, segments.Container) for s in (*archive.libraries, archive.shard("s0")))
