@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 #: Modules with kernels; each has `SIGNATURES`.
-MODULES = ("rans", "place", "group", "words", "sphere")
+MODULES = ("rans", "place", "group", "words", "sphere", "spectrum")
 #: Compute capabilities: A100, H100 and H200, B200.
 TARGETS = ((8, 0), (9, 0), (10, 0))
 

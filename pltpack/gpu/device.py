@@ -118,3 +118,14 @@ def staging(size: int) -> np.ndarray:
         return np.empty(size, np.uint8)
     memory = arrays().cuda.alloc_pinned_memory(size)
     return np.frombuffer(memory, np.uint8, size)
+
+
+@functools.cache
+def has_blas() -> bool:
+    """Whether CuPy finds cuBLAS, which is a package of its own."""
+    xp = arrays()
+    try:
+        xp.ones((1, 1), np.float32) @ xp.ones((1, 1), np.float32)
+    except (ImportError, RuntimeError):
+        return False
+    return True

@@ -56,8 +56,8 @@ class Staged:
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         sizes = [len(payload) for payload in payloads]
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        # Kernels look at whole words: two bytes more than there are.
-        self.host = device.staging(int(self.offsets[-1]) + 2)
+        # Kernels look at whole words: eight bytes more than there are.
+        self.host = device.staging(int(self.offsets[-1]) + 8)
         for payload, at in zip(payloads, self.offsets.tolist(), strict=False):
             self.host[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
         self.host[self.offsets[-1] :] = 0

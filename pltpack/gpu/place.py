@@ -246,8 +246,8 @@ class Targets:
         return len(self._lines)
 
     def add(self, heads: int, tokens: int, dim: int, pages: Pages, slot: int = 0,
-            rotation: Any = None, position: int = 0) -> int:  # fmt: skip
-        """Add vectors ``[H, T, D]``, contiguous in the binary32 buffer; gives where they begin in it.
+            rotation: Any = None, position: int = 0, source: tuple[int, int, int] | None = None) -> int:  # fmt: skip
+        """Add vectors ``[H, T, D]``; gives where they begin in the binary32 buffer.
 
         Parameters
         ----------
@@ -258,6 +258,9 @@ class Targets:
         rotation : pltpack.codec.rope.Rotation, optional
         position : int
             Position of the first token in its session.
+        source : (int, int, int), optional
+            Where they begin, and how far it is from head to head and from token to token; by default they are
+            contiguous, and follow those added before.
         """
         if pages.pages not in self._page_of:
             self._page_of[pages.pages] = self._next_page
@@ -272,11 +275,12 @@ class Targets:
                 self._angles.append(rotation.tables(position, tokens))
                 self._next_angle += tokens * half
             angle = self._angle_of[key]
-        source, self.elements = self.elements, self.elements + heads * tokens * dim
-        self._lines.append([source, tokens * dim, dim, heads, tokens, dim, turn, half, angle, pages.base,
+        if source is None:
+            source, self.elements = (self.elements, tokens * dim, dim), self.elements + heads * tokens * dim
+        self._lines.append([*source, heads, tokens, dim, turn, half, angle, pages.base,
                             pages.page_stride, pages.token_stride, pages.head_stride, pages.block,
                             self._page_of[pages.pages], slot])  # fmt: skip
-        return source
+        return source[0]
 
     @property
     def most(self) -> int:
