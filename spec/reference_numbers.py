@@ -160,7 +160,8 @@ def rans_decode(stream: bytes, tables: np.ndarray, table_of_row: np.ndarray, col
     symbol_of_slot = symbol_of_slot.reshape(len(tables), 4096)
     out = np.empty((len(table_of_row), columns), np.uint8)
     at = 0
-    for row, own in zip(out, table_of_row.reshape(len(out), -1), strict=True):
+    width = table_of_row.size // max(len(out), 1)
+    for row, own in zip(out, table_of_row.reshape(len(out), width), strict=True):
         for first in range(0, columns, 32):
             lanes = states[: columns - first]
             table = own[first : first + 32] if len(own) == columns else own
