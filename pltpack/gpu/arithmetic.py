@@ -76,7 +76,9 @@ def to_narrow(x: Any, mantissa: Any, bias: Any) -> Any:
         Mantissa bits, and exponent bias: 10 and 15 for F16, 3 and 7 for F8_E4M3, 2 and 15 for F8_E5M2.
     """
     bits = np.int64(bits_of(x))
-    sign, exponent, fraction = bits >> 31, (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    sign = bits >> 31
+    exponent: Any = (bits >> 23) & 0xFF
+    fraction: Any = bits & 0x7FFFFF
     if exponent > 0:
         fraction |= 1 << 23
     else:

@@ -89,7 +89,8 @@ def assemble(ptx: str, target: tuple[int, int]) -> Usage:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [ptxas(), "-v", f"-arch=sm_{target[0]}{target[1]}", "-o", Path(folder) / "kernel.cubin", source]
+        architecture, output = f"-arch=sm_{target[0]}{target[1]}", str(Path(folder) / "kernel.cubin")
+        command = [str(ptxas()), "-v", architecture, "-o", output, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - pip's own program
     if done.returncode:
         raise RuntimeError(f"ptxas: {done.stderr.strip()}")
@@ -98,5 +99,5 @@ def assemble(ptx: str, target: tuple[int, int]) -> Usage:
         found = re.search(pattern, done.stderr)
         return int(found.group(1)) if found else 0
 
-    return Usage(number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes spill stores"),
-                 number(r"(\d+) bytes spill loads"), number(r"(\d+) bytes smem"))  # fmt: skip
+    patterns = r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores"
+    return Usage(*map(number, (*patterns, r"(\d+) bytes spill loads", r"(\d+) bytes smem")))

@@ -6,7 +6,9 @@ Arrays are CuPy's on a device and NumPy's in the simulator (``NUMBA_ENABLE_CUDAS
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import importlib.util
 from typing import Any
 
@@ -45,7 +47,7 @@ def missing() -> str | None:
         return f"CUDA needs CuPy: {_INSTALL}"
     try:
         found = cuda.is_available()
-    except Exception as error:  # noqa: BLE001 - drivers fail in many ways, all of which mean the same
+    except Exception as error:
         return f"CUDA does not start ({error}): {_INSTALL}"
     return None if found else f"no CUDA device was found: {_INSTALL}"
 
@@ -110,6 +112,11 @@ def lines_of(lines: int, most: int, shared: int = 0) -> tuple[tuple[int, int], i
     # Four things a warp or so: enough work to pay for a block, enough blocks to fill a device.
     wide = 1 if is_simulated() else max(1, min(MOST_BLOCKS, -(-most // (4 * warps))))
     return (wide, lines), warps * WARP, stream(), shared
+
+
+def use(number: int) -> Any:
+    """A context in which a device is the current one."""
+    return contextlib.nullcontext() if is_simulated() else arrays().cuda.Device(number)
 
 
 def staging(size: int) -> np.ndarray:

@@ -23,8 +23,9 @@ from pltpack.gpu.place import place_of
 # exact row; the first symbol of both; dimension; where low bits, escapes (bytes of the payloads) and the exact tokens'
 # other bytes begin; escapes in the payload; the stream whose escapes come before (-1 for none); where means, and
 # decoded vectors, begin, and how far means are from head to head and from token to token; tokens; 0 for keys, else 1.
-(HEADS, CODED, EXACT, CODED_AT, EXACT_AT, CLASSES_AT, HEADS_AT, ROW, EXACT_ROW, SYMBOL, EXACT_SYMBOL, WIDTH, LOW,
- ESCAPES, REST, ESCAPE_COUNT, BEFORE, MEANS, MEANS_HEAD, MEANS_TOKEN, VECTORS, TOKENS, KIND, PART_COLUMNS) = range(24)  # fmt: skip
+(HEADS, CODED, EXACT, CODED_AT, EXACT_AT, CLASSES_AT, HEADS_AT, ROW, EXACT_ROW, SYMBOL, EXACT_SYMBOL, WIDTH) = range(12)
+(LOW, ESCAPES, REST, ESCAPE_COUNT, BEFORE, MEANS, MEANS_HEAD, MEANS_TOKEN, VECTORS, TOKENS, KIND) = range(12, 23)
+PART_COLUMNS = 23
 
 _ALL = 0xFFFFFFFF
 
@@ -217,7 +218,7 @@ def quantize_kernel(
 @cuda.jit(device=True)
 def _nibble(q: Any, raw: Any) -> Any:
     found = np.int32(((q + ((np.int32(1) << raw) >> 1)) >> raw) + 8)
-    return found if 1 <= found and found <= 15 else np.int32(0)
+    return found if found >= 1 and found <= 15 else np.int32(0)
 
 
 @cuda.jit
@@ -281,9 +282,7 @@ def emit_kernel(
 
 
 @cuda.jit
-def escapes_kernel(
-    quantized: Any, parts: Any, tokens: Any, symbols: Any, escapes_before: Any, escapes: Any
-) -> None:
+def escapes_kernel(quantized: Any, parts: Any, tokens: Any, symbols: Any, escapes_before: Any, escapes: Any) -> None:
     """Escaped values int16, in order; `escapes_before` are pairs of all rows before each row."""
     part = parts[cuda.blockIdx.y]
     lane, warps = np.int32(cuda.threadIdx.x & 31), cuda.blockDim.x >> 5

@@ -12,7 +12,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from pltpack.codec import quantize, rans as host_rans, tokens
+from pltpack.codec import quantize, tokens
+from pltpack.codec import rans as host_rans
 from pltpack.codec.group import GroupCodec
 from pltpack.codec.group_decode import HEADER, MEAN_UNIT, OWN_MEANS
 from pltpack.codec.levels import CLASSES, POWERS, RAW_BITS, TABLES
@@ -70,7 +71,8 @@ def _means(data: Any, at: int, codes: Any, heads: int, dims: Any, out: Any) -> N
 @numba.njit(nogil=True, cache=True)
 def _plan(
     data: Any, offsets: Any, units: Any, token_at: Any, head_at: Any, mean_at: Any, classes: Any, numbers: Any,
-    codes: Any, bases: Any, means: Any, origin: int, kinds: Any, parts: Any, streams: Any, stream_unit: Any, sizes: Any, good: Any
+    codes: Any, bases: Any, means: Any, origin: int, kinds: Any, parts: Any, streams: Any,
+    stream_unit: Any, sizes: Any, good: Any
 ) -> None:  # fmt: skip
     """Read the fixed parts of payloads and fill the kernels' tables.
 
@@ -150,7 +152,8 @@ def _plan(
             size = first if part == 0 else last
             line[rans.WORDS] = (size - host_rans.HEADER_BYTES) // 2
             line[rans.ROWS] = 2 * (rows + tops) if joint else rows + tops
-            line[rans.FIRST_ROW], line[rans.COLUMNS], line[rans.SYMBOLS], line[rans.TABLES] = row, halves[part], symbol, row
+            line[rans.FIRST_ROW], line[rans.TABLES] = row, row
+            line[rans.COLUMNS], line[rans.SYMBOLS] = halves[part], symbol
             if not joint:
                 mine_ = parts[2 * i + part]
                 mine_[group.ROW], mine_[group.EXACT_ROW] = row, row + rows
@@ -242,7 +245,8 @@ class _Tables:
             g = job.unit.geometry
             units[i] = g.heads, g.k_dim, g.v_dim, job.unit.tokens, DTYPES[g.dtype].itemsize, mean_at[i]
         heads, length = 2 * units[:, _UNIT_HEADS], units[:, _UNIT_TOKENS]
-        channels = units[:, _UNIT_HEADS] * ((units[:, _UNIT_KEYS] + 1) // 2 + (units[:, _UNIT_VALUES] + 1) // 2) * 2
+        pairs = (units[:, _UNIT_KEYS] + 1) // 2 + (units[:, _UNIT_VALUES] + 1) // 2
+        channels = 2 * units[:, _UNIT_HEADS] * pairs
         own = np.array([len(p.payload) > 0 and p.payload[0] == OWN_MEANS for p in jobs])
         channels = np.where(own, channels, 0)
         token_at, head_at, own_at = (np.cumsum(x) - x for x in (length, heads, channels))

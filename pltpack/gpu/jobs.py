@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pltpack.codec.base import Unit
+from pltpack.codec.base import KeyValue, Unit
 from pltpack.gpu import device
 from pltpack.gpu.place import Pages
 
@@ -34,12 +34,15 @@ class Job:
         One per layer of the unit.
     slot : int
         Slot of the unit's first token in the pages.
+    reference : sequence of (ndarray, ndarray), optional
+        For a unit with the reference flag: mapped values on the host, one pair of ``[H, T, D]`` a layer.
     """
 
     payload: memoryview
     unit: Unit
     places: tuple[LayerPlace, ...]
     slot: int = 0
+    reference: Sequence[KeyValue] | None = None
 
 
 class Staged:

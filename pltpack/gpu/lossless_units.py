@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pltpack.codec import rans as host_rans, symbols as host_symbols
+from pltpack.codec import rans as host_rans
+from pltpack.codec import symbols as host_symbols
 from pltpack.codec.classes import LAYOUTS, Layout
 from pltpack.codec.lossless import STATIC, LosslessCodec
 from pltpack.codec.payload import Reader, expand, squeeze
@@ -60,10 +61,11 @@ class LosslessDecoder:
     def _decode(self, jobs: Sequence[Job], layout: Layout, cache: Any) -> list[int]:
         bodies = [_Body.read(job, layout) for job in jobs]
         extra = [frame for body in bodies if body is not None for frame in body.frames]
-        staged = Staged([*(job.payload for job in jobs), *map(memoryview, extra)])
+        staged = Staged([*(job.payload for job in jobs), *(memoryview(frame) for frame in extra)])
         units = np.zeros((len(jobs), UNIT_COLUMNS), np.int64)
         streams = np.zeros((len(jobs), STREAM_COLUMNS), np.int64)
-        targets, next_frame, row, used = place.Targets(), len(jobs), 0, []
+        used: list[int] = []
+        targets, next_frame, row = place.Targets(), len(jobs), 0
         for i, (job, body) in enumerate(zip(jobs, bodies, strict=True)):
             g, at, where = job.unit.geometry, int(staged.offsets[i]), job.places[0]
             count = 0 if body is None else job.unit.tokens
@@ -209,7 +211,8 @@ def _payloads(units: np.ndarray, layout: Layout, streams: Sequence[bytes], escap
     out, at = [], 0
     for line, stream in zip(units, streams, strict=True):
         count = int(escapes_in[line[words.ROW] : line[words.ROW] + line[words.ROWS]].sum())
-        parts = [struct.pack("<BII", STATIC, count, len(stream)), escapes[at : at + count].astype("<u2").tobytes(), stream]
+        mine = escapes[at : at + count].astype("<u2").tobytes()
+        parts = [struct.pack("<BII", STATIC, count, len(stream)), mine, stream]
         at += count
         for number, (_, width) in enumerate(layout.planes):
             start = line[words.PLANE0 + number]

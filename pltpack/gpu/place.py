@@ -60,25 +60,29 @@ class Pages:
         return cls(base, 0, dim, tokens * dim, max(tokens, 1), (0,))
 
     @classmethod
-    def vllm(cls, layout: str, heads: int, dim: int, block: int, count: int, pages: Sequence[int]) -> tuple[Pages, Pages]:
+    def vllm(
+        cls, layout: str, heads: int, dim: int, block: int, count: int, pages: Sequence[int]
+    ) -> tuple[Pages, Pages]:
         """Keys and values of one layer in a vLLM cache of `count` pages.
 
         Parameters
         ----------
         layout : str
-            ``"flash"``: ``[2, pages, block, H, D]``; ``"flashinfer"``: ``[pages, 2, block, H, D]``; ``"NHD"``: ``[pages,
-            block, H, 2 D]`` and ``"HND"``: ``[pages, H, block, 2 D]``, keys before values in the last dimension.
+            ``"flash"``: ``[2, pages, block, H, D]``; ``"flashinfer"``: ``[pages, 2, block, H, D]``; and with keys
+            before values in the last dimension ``"NHD"``: ``[pages, block, H, 2 D]``, ``"HND"``: ``[pages, H, block,
+            2 D]``.
         """
         row, page, table = heads * dim, heads * dim * block, tuple(pages)
-        if layout == "flash":
-            return cls(0, page, row, dim, block, table), cls(count * page, page, row, dim, block, table)
-        if layout == "flashinfer":
-            return cls(0, 2 * page, row, dim, block, table), cls(page, 2 * page, row, dim, block, table)
-        if layout == "NHD":
-            return tuple(cls(at, 2 * page, 2 * row, 2 * dim, block, table) for at in (0, dim))  # type: ignore[return-value]
-        if layout == "HND":
-            return tuple(cls(at, 2 * page, 2 * dim, 2 * dim * block, block, table) for at in (0, dim))  # type: ignore[return-value]
-        raise UnsupportedError(f"vLLM cache layout {layout!r} is not known")
+        strides = {
+            "flash": (count * page, page, row, dim),
+            "flashinfer": (page, 2 * page, row, dim),
+            "NHD": (dim, 2 * page, 2 * row, 2 * dim),
+            "HND": (dim, 2 * page, 2 * dim, 2 * dim * block),
+        }
+        if layout not in strides:
+            raise UnsupportedError(f"vLLM cache layout {layout!r} is not known")
+        values, page, token, head = strides[layout]
+        return cls(0, page, token, head, block, table), cls(values, page, token, head, block, table)
 
     @classmethod
     def sglang(
@@ -102,8 +106,8 @@ class Pages:
         }
         if layout not in strides:
             raise UnsupportedError(f"SGLang pool layout {layout!r} is not known")
-        base, *rest = strides[layout]
-        return cls(base, *rest, block, table), cls(half + base, *rest, block, table)
+        base, page, token, head = strides[layout]
+        return cls(base, page, token, head, block, table), cls(half + base, page, token, head, block, table)
 
     def place(self, head: int, slot: int) -> int:
         """Where a vector begins."""
@@ -290,8 +294,7 @@ class Targets:
     def upload(self) -> tuple[Any, Any, Any, Any]:
         """Targets, cosines, sines and pages on the device."""
         none = np.zeros(1, np.float32)
-        cos, sin = (np.concatenate([none, *(pair[i].reshape(-1) for pair in self._angles)])[1:] if self._angles else none
-                    for i in (0, 1))  # fmt: skip
+        cos, sin = (np.concatenate([*(pair[i].reshape(-1) for pair in self._angles), none]) for i in (0, 1))
         table = np.array(self._lines, np.int64).reshape(-1, TARGET_COLUMNS)
         pages = np.concatenate(self._pages) if self._pages else np.zeros(1, np.int32)
         return device.put(table), device.put(cos), device.put(sin), device.put(pages)

@@ -18,8 +18,8 @@ from pltpack.errors import UnsupportedError
 from pltpack.gpu import arithmetic, device  # noqa: F401 - arithmetic teaches the simulator warps
 
 #: Columns of a table of streams, int64: where the stream is in the payloads (bytes), its words (u16), its rows, where
-#: they begin in arrays of rows, its symbols per row, where they begin in arrays of symbols, and where the numbers of the
-#: rows' tables begin (many streams may have the same).
+#: they begin in arrays of rows, its symbols per row, where they begin in arrays of symbols, and where the numbers of
+#: the rows' tables begin (many streams may have the same).
 AT, WORDS, ROWS, FIRST_ROW, COLUMNS, SYMBOLS, TABLES, STREAM_COLUMNS = range(8)
 #: States between steps are at least this.
 _LOW = 1 << 16
@@ -248,9 +248,7 @@ class Decoded:
         self.damaged = xp.zeros(max(streams, 1), np.uint8)
 
 
-def decode(
-    data: Any, streams: np.ndarray, table_of_row: Any, cumulative: Any, escape: Any, weight: Any
-) -> Decoded:
+def decode(data: Any, streams: np.ndarray, table_of_row: Any, cumulative: Any, escape: Any, weight: Any) -> Decoded:
     """Decode streams on the device; arguments as of `decode_kernel`, `streams` on the host."""
     ends = streams[:, FIRST_ROW] + streams[:, ROWS]
     symbols = streams[:, SYMBOLS] + streams[:, ROWS] * streams[:, COLUMNS]

@@ -21,7 +21,8 @@ from pltpack.gpu.arithmetic import nearest, plus, times
 # begin in `index` (see `Places`); the first row and symbol; where escapes and low bits begin (bytes) and how many
 # escapes there are; the unit's first token in arrays of tokens; components, of which shared; rows of the model; where
 # the order of the components begins.
-(CLASSES, GROUPS, INDEX, ROW, ROWS, SYMBOL, ESCAPES, ESCAPE_COUNT, LOW, TOKEN, RANK, SPAN, ORDER, UNIT_COLUMNS) = range(14)
+(CLASSES, GROUPS, INDEX, ROW, ROWS, SYMBOL, ESCAPES, ESCAPE_COUNT, LOW, TOKEN, RANK, SPAN, ORDER) = range(13)
+UNIT_COLUMNS = 13
 
 _ALL = 0xFFFFFFFF
 TILE = 16
@@ -67,7 +68,8 @@ def _place(index: Any, unit: Any, kind: Any, number: Any) -> tuple[Any, Any]:
             high = middle
     # Groups without values of this class begin where the next one does: the last that begins here has them.
     bounds = unit[INDEX] + 4 * classes + 1 + classes * (groups + 1)
-    first, last = np.int64(index[bounds + low * (classes + 1) + kind + 1]), np.int64(index[bounds + low * (classes + 1) + kind])
+    bound = bounds + low * (classes + 1) + kind
+    first, last = np.int64(index[bound + 1]), np.int64(index[bound])
     rest, count = number - np.int64(index[before + low]), max(last - first, 1)
     firsts = bounds + groups * (classes + 1)
     token = index[firsts + groups + 1 + np.int64(index[firsts + low]) + rest // count]
@@ -76,7 +78,8 @@ def _place(index: Any, unit: Any, kind: Any, number: Any) -> tuple[Any, Any]:
 
 @cuda.jit(device=True)
 def _i32(data: Any, at: Any) -> Any:
-    word = np.int64(data[at]) | np.int64(data[at + 1]) << 8 | np.int64(data[at + 2]) << 16 | np.int64(data[at + 3]) << 24
+    word = np.int64(data[at]) | np.int64(data[at + 1]) << 8
+    word |= np.int64(data[at + 2]) << 16 | np.int64(data[at + 3]) << 24
     return word - (np.int64(1) << 32) if word >> 31 != 0 else word
 
 
@@ -237,7 +240,7 @@ def symbols_kernel(
             value = np.int64(quantized[unit[TOKEN] + token, component])
             high = value >> raw
             symbol = 2 * high - 1 if high > 0 else -2 * high
-            escaped = abs(high) > np.int64(limits[kind])
+            escaped = bool(abs(high) > np.int64(limits[kind]))
             if escaped:
                 symbol = np.int64(ESCAPE)
             bit = np.int64(index[at + 2 * classes + 1]) + place * raw

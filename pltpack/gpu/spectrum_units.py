@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, rans as host_rans, rate, transform
+from pltpack.codec import coefficients, exact_tokens, rate, transform
+from pltpack.codec import rans as host_rans
 from pltpack.codec.coefficients import ESCAPE, Order
 from pltpack.codec.payload import Reader
 from pltpack.codec.rope import Rotation
 from pltpack.codec.transform import EXACT, TransformCodec
 from pltpack.gpu import device, place, rans, spectrum
-from pltpack.gpu import sphere as words_
+from pltpack.gpu.copies import put_layer
 from pltpack.gpu.jobs import Job, Staged
 from pltpack.gpu.rans import STREAM_COLUMNS
 from pltpack.gpu.spectrum import UNIT_COLUMNS, Places
@@ -196,24 +197,17 @@ def _place_exact(units: Sequence[_Unit], jobs: Sequence[Job], layers: Sequence[L
     """Put the exact tokens' words over what was decoded for them."""
     at = 0
     for number, g in enumerate(layers):
-        item = DTYPES[g.dtype].itemsize
         for job, unit in zip(jobs, units, strict=True):
             if not len(unit.marks):
                 continue
-            where, count, targets = job.places[number], len(unit.marks), place.Targets()
-            parts, raw, start = np.zeros((2, words_.PART_COLUMNS), np.int64), [], at
-            for part, (pages, dim) in enumerate(((where.keys, g.k_dim), (where.values, g.v_dim))):
-                targets.add(g.heads, job.unit.tokens, dim, pages, job.slot)
-                block = unit.exact[:, start : start + g.heads * dim].reshape(count, g.heads, dim).transpose(1, 0, 2)
-                parts[part, [words_.HEADS, words_.EXACT, words_.WIDTH, words_.WORDS]] = g.heads, count, dim, sum(map(len, raw))
-                raw.append(block.astype(f"<u{item}").tobytes())
+            pair, start = [], at
+            for dim in (g.k_dim, g.v_dim):
+                block = unit.exact[:, start : start + g.heads * dim].reshape(len(unit.marks), g.heads, dim)
+                pair.append(block.transpose(1, 0, 2).astype(f"<u{DTYPES[g.dtype].itemsize}"))
                 start += g.heads * dim
-            data = device.put(np.frombuffer(b"".join(raw), np.uint8))
-            placed = targets.upload()
-            words_.exact_kernel[device.lines_of(2, g.heads * count)](
-                data, device.put(parts), placed[0], device.put(unit.marks.astype(np.int32)), placed[3], np.int32(item),
-                where.words
-            )  # fmt: skip
+            where = job.places[number]
+            put_layer(where.words, (where.keys, where.values), (pair[0], pair[1]), unit.marks, job.unit.tokens,
+                      job.slot)  # fmt: skip
         at += g.elements_per_token
 
 

@@ -68,7 +68,8 @@ class SphereDecoder:
             count = 0 if found is None else job.unit.tokens
             for part, (pages, dim) in enumerate(((where.keys, g.k_dim), (where.values, g.v_dim))):
                 parts[2 * i + part, sphere.VECTORS] = targets.add(g.heads, count, dim, pages, job.slot)
-        vectors, tokens = device.arrays().empty(max(1, targets.elements), np.float32), device.put(np.concatenate(numbers))
+        vectors = device.arrays().empty(max(1, targets.elements), np.float32)
+        tokens = device.put(np.concatenate(numbers))
         for dim, book in self._books.items():
             mine = parts[parts[:, sphere.WIDTH] == dim]
             if len(mine):
@@ -138,7 +139,7 @@ class SphereDecoder:
             pair, sinks = parts[2 * i : 2 * i + 2], turboquant._sinks(job.unit)
             shape = (g.heads, job.unit.tokens)
             finite = [(_norms(stored, line, shape) < _INFINITY).all(axis=0) for line in pair]
-            kept = finite[0] & finite[1]
+            kept: Any = finite[0] & finite[1]
             kept[:sinks] = False
             tokens.append(np.flatnonzero(kept).astype(np.int32))
             exact.append(np.flatnonzero(~kept))
@@ -147,7 +148,8 @@ class SphereDecoder:
                 # Bytes of a part begin a group of eight indices.
                 index += -(-g.heads * len(tokens[-1]) * int(line[sphere.WIDTH]) // 8) * 8
             at += len(tokens[-1])
-        indices, numbers = xp.zeros(max(8, index), np.uint8), device.put(np.concatenate([*tokens, [0]]).astype(np.int32))
+        indices = xp.zeros(max(8, index), np.uint8)
+        numbers = device.put(np.concatenate([*tokens, [0]]).astype(np.int32))
         for dim, book in self._books.items():
             mine = parts[parts[:, sphere.WIDTH] == dim]
             if len(mine):

@@ -179,7 +179,7 @@ def split_kernel(
                 top = np.int64(rows[at + n]) >> low
                 t = (top - first_top) & mask
                 symbol = (t & 127) | (((top >> (top_bits - 8)) & 128) ^ flip)
-                far = t >= 128 or plain[kind, symbol] == 0
+                far = bool(t >= 128 or plain[kind, symbol] == 0)
                 if far:
                     symbol = np.int64(escape[kind])
                 symbols[at + n] = symbol
@@ -189,10 +189,10 @@ def split_kernel(
         for plane in range(3):
             shift, width = np.int64(planes[plane, 0]), planes[plane, 1]
             if width == 8:
-                for n in range(lane, length, 32):
+                for n in range(int(lane), length, 32):
                     low_bits[unit[PLANE0 + plane] + row * length + n] = (np.int64(rows[at + n]) >> shift) & 255
             elif width == 4:
-                for n in range(lane, half, 32):
+                for n in range(int(lane), half, 32):
                     byte = (np.int64(rows[at + n]) >> shift) & 15
                     if half + n < length:
                         byte |= ((np.int64(rows[at + half + n]) >> shift) & 15) << 4
