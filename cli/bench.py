@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from pltpack_cli.options import archive_argument, json_option
-from pltpack_cli.output import count, number, print_json, print_rows
+from pltpack_cli.options import PATH, Span, archive_argument, json_option, profile_option
+from pltpack_cli.output import count, number, plain, print_json, print_rows, size
 
 
 @click.group(short_help="Measure speed on an archive.")
@@ -45,3 +45,77 @@ def _print_trie(result: dict[str, Any]) -> None:
         ("repeats elsewhere", f"{count(result['matched_tokens'], 'token')}, found in "
          f"{number(1000 * result['match_seconds'], 2, ' ms')}"),
     ])  # fmt: skip
+
+
+@bench.command(short_help="The loader: time to first token, cold and warm.")
+@click.argument("archives", metavar="ARCHIVE...", type=PATH, nargs=-1, required=True)
+@click.option("--model", "folder", type=PATH, required=True, metavar="DIR", help="Transformers model of the caches.")
+@click.option("--session", metavar="ID", help="The session to start from. [default: the longest]")
+@click.option("--depth", "depths", type=Span(), default="1:8", show_default=True, metavar="A:B",
+              help="Units in flight, from A up to and without B.")  # fmt: skip
+@click.option("--read-speed", type=click.FloatRange(min=0, min_open=True), default=200.0, show_default=True,
+              metavar="MB/S", help="Disk that the throttled figures stand for.")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
+              help="Runs of which the median is taken.")  # fmt: skip
+@click.option("--plot", "plot_file", type=PATH, metavar="PNG", help="Write what the stages did when, .png or .svg.")
+@profile_option
+@json_option
+def loader(
+    archives: tuple[Path, ...], folder: Path, session: str | None, depths: slice, read_speed: float, repeats: int,
+    plot_file: Path | None, profile: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Time how soon a model gives a session's next token: cold, from raw safetensors, and from each ARCHIVE.
+
+    The session's last token is the rest of the prompt. Several archives should hold the same sessions.
+    """
+    import contextlib
+
+    import pltpack
+    from pltpack.quality.model import load_model
+    from pltpack.quality.plot import check_plot
+    from pltpack.serve.gantt import gantt
+
+    wanted = range(depths.start or 1, depths.stop or 8)
+    if plot_file is not None:
+        check_plot(plot_file)
+    if not wanted or wanted.start < 1:
+        raise click.BadParameter("depths begin at 1", param_hint="--depth")
+    network = load_model(folder).network
+    from pltpack.serve.measure import measure
+
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(pltpack.open(path, profile=profile)) for path in archives]
+        measured = measure(network, opened, session, wanted, repeats, 1e6 * read_speed,
+                           lambda what: click.echo(f"measuring: {plain(what)}", err=True))  # fmt: skip
+    if plot_file is not None:
+        gantt(measured.timelines, plot_file)
+    if as_json:
+        print_json(measured.figures)
+    else:
+        _print_loader(measured.figures)
+
+
+def _print_loader(found: dict[str, Any]) -> None:
+    speed = f"at {found['bytes_per_second'] / 1e6:g} MB/s"
+    print_rows([
+        ("session", f"{plain(found['session'])}, {count(found['tokens'], 'token')}"),
+        ("cold", f"{_ms(found['cold_seconds'])} to the first token"),
+        ("raw safetensors", f"{_ms(found['raw_seconds'])}, {_ms(found['raw_throttled_seconds'])} {speed}, "
+         f"{size(found['raw_bytes'])}"),
+    ])  # fmt: skip
+    for archive in found["archives"]:
+        same = "the same" if archive["first_token_is_the_cold_one"] else "another"
+        print_rows([
+            (plain(archive["quality"]), f"{plain(archive['archive'])}, {same} first token as cold"),
+            *[(f"  depth {row['depth']}", f"{_ms(row['seconds'])}, {number(row['sooner'], 1, 'x')} sooner than cold; "
+               f"{_ms(row['throttled_seconds'])} {speed}") for row in archive["depths"]],
+        ])  # fmt: skip
+    latency = found["latency"]
+    print_rows([
+        ("further tokens", f"{_ms(latency['plain_seconds'])} over a plain cache, {_ms(latency['warm_seconds'])} over a "
+         f"loaded one ({100 * latency['change']:+.1f} %)"),
+    ])  # fmt: skip
+
+
+def _ms(seconds: float) -> str:
+    return number(1e3 * seconds, 1, " ms")

@@ -281,6 +281,8 @@ class Stream:
 
     def __init__(self, work: Work, destination: Destination, layers: int) -> None:
         self._work, self._destination, self._layers, self._next = work, destination, layers, 0
+        # The layer that is being consumed, and since when.
+        self._taken: tuple[int, float] | None = None
         self._finalizer = weakref.finalize(self, _drop, work)
         work.start()
 
@@ -295,8 +297,13 @@ class Stream:
         return self.wait(self._next - 1)
 
     def wait(self, index: int) -> LoadedLayer:
-        """One layer, waited for."""
+        """One layer, waited for; notes the time between two calls as the consumer's own."""
+        begin = time.perf_counter()
+        if self._taken is not None:
+            self.timeline.add("consume", str(self._taken[0]), self._taken[1], begin)
+            self._taken = None
         self._work.take(index)
+        self._taken = index, time.perf_counter()
         return LoadedLayer(index, *self._destination.layer(index))
 
     def cancel(self) -> None:
