@@ -19,8 +19,9 @@ from pltpack.format import tables
 from pltpack.snapshot import Identity, Snapshot
 from pltpack.trie.matching import Match
 
-#: Tokens of a match that are tried, and the grid on which they begin in the source: other matches of it want the same.
-TRIED_TOKENS = 64
+#: Tokens of a match that are tried, fewer of codecs that span layers, as all layers are coded then; and the grid on
+#: which they begin in the source: other matches of it want the same.
+TRIED_TOKENS, TRIED_SPAN_TOKENS = 64, 32
 GRID = 32
 #: Layer groups that are tried.
 TRIED_GROUPS = 6
@@ -73,6 +74,7 @@ class Trial:
 
     def __init__(self, prepared: Prepared, layers: int) -> None:
         self._prepared = prepared
+        self._tokens = TRIED_SPAN_TOKENS if prepared.codec.spans else TRIED_TOKENS
         groups = prepared.codec.layer_groups(layers)
         count = min(len(groups), TRIED_GROUPS)
         self._tried = [groups[i * (len(groups) - 1) // max(count - 1, 1)] for i in range(count)]
@@ -89,7 +91,7 @@ class Trial:
         float
             Bytes that the tokens tried take less in all layers, where each unit is coded in the better way.
         """
-        skip, count = _part(match.source_start, match.length)
+        skip, count = _part(match.source_start, match.length, self._tokens)
         start, source_start = match.start + skip, match.source_start + skip
         codec = self._prepared.of(snapshot, len(snapshot))
         predicted, plain = [], []
@@ -159,12 +161,10 @@ class Trial:
         return out
 
 
-def _part(source_start: int, length: int) -> tuple[int, int]:
-    """Tokens of a match that are tried: how many are skipped, and how many follow."""
-    if length <= TRIED_TOKENS:
-        return 0, length
+def _part(source_start: int, length: int, most: int) -> tuple[int, int]:
+    """Tokens of a match that are tried, `most` if there are so many: how many are skipped, and how many follow."""
     skip = -source_start % GRID
-    return skip, min(TRIED_TOKENS, length - skip)
+    return (skip, most) if skip + most <= length else (0, min(length, most))
 
 
 def _unit(snapshot: Snapshot, layers: range, start: int, count: int, boundary: int) -> Unit:
