@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -91,30 +91,67 @@ class GroupBases:
 
     def synthesize(self, quantized: np.ndarray, order: Order, classes: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Centered, un-rotated rows, float32 ``[T, rows]``, of quantized coefficients."""
-        shared, local = self._synthesis
+        return self.rows_of(self.spread(quantized, order, classes, steps), range(self.group.start, self.group.stop))
+
+    def spread(self, quantized: np.ndarray, order: Order, classes: np.ndarray, steps: np.ndarray) -> Spread:
+        """Quantized coefficients over their steps, ready for products with the bases."""
+        _, local = self._synthesis
         widths = np.append(rate.value_of(steps), 0.0).astype(np.float32)
         tokens, rows = len(classes), self.group.last - self.group.first
-        mine = np.zeros((tokens, self.rank), np.float32)
+        shared = np.zeros((tokens, self.rank), np.float32)
         own = np.zeros((tokens, rows), np.float32)
         used = np.zeros((tokens, len(local)), np.bool_)
         layer_of = np.repeat(np.arange(len(local)), [len(basis) for basis in local])
         live = np.append(order.live, 0)
-        _spread(quantized, widths[classes], live[classes], self._order, self.rank, layer_of, mine, own, used)
-        out = np.zeros((tokens, rows), np.float32)
-        for start in range(0, len(order.tokens), _RUN):
-            run = order.tokens[start : start + _RUN]
-            most = int(live[classes[run]].max())
-            need = int(self._reach[most - 1]) if most else 0
+        place = np.empty(tokens, np.int64)
+        place[order.tokens] = np.arange(tokens)
+        _spread(quantized, widths[classes], live[classes], self._order, self.rank, layer_of, place, shared, own, used)
+        most = [int(live[classes[order.tokens[at : at + _RUN]]].max()) for at in range(0, tokens, _RUN)]
+        needs = [int(self._reach[count - 1]) if count else 0 for count in most]
+        return Spread(order.tokens, needs, shared, own, used)
+
+    def rows_of(self, spread: Spread, layers: range) -> np.ndarray:
+        """Centered, un-rotated rows of some of the group's layers, float32 ``[T, rows]``."""
+        shared, local = self._synthesis
+        first, last = (self._profile.rows[layer] - self.group.first for layer in (layers.start, layers.stop))
+        found = np.zeros((len(spread.tokens), last - first), np.float32)
+        for index, need in enumerate(spread.needs):
             if need:
-                out[run] = mine[run, :need] @ shared[:need]
-        at = 0
-        for index, basis in enumerate(local):
-            some = np.flatnonzero(used[:, index])
+                run = slice(index * _RUN, (index + 1) * _RUN)
+                np.matmul(spread.shared[run, :need], shared[:need, first:last], out=found[run])
+        out = np.empty_like(found)
+        out[spread.tokens] = found
+        for layer in layers:
+            index = layer - self.group.start
+            some = np.flatnonzero(spread.used[:, index])
             if len(some):
-                part = slice(at, at + len(basis))
-                out[some, part] += own[some, part] @ basis
-            at += len(basis)
+                part = slice(*(self._profile.rows[at] - self.group.first for at in (layer, layer + 1)))
+                out[some, part.start - first : part.stop - first] += spread.own[some, part] @ local[index]
         return out
+
+
+class Spread(NamedTuple):
+    """Coefficients of a unit, made ready by `GroupBases.spread`.
+
+    Attributes
+    ----------
+    tokens : ndarray
+        Token of each place: sorted by class, so that a run of places needs a part of the shared basis only.
+    needs : list of int
+        Shared components that each run of places needs.
+    shared : ndarray
+        float32 ``[T, rank]`` by place.
+    own : ndarray
+        float32 ``[T, rows]`` by token: components of the layers' own bases.
+    used : ndarray
+        bool ``[T, L]``: which of those are not all 0.
+    """
+
+    tokens: np.ndarray
+    needs: list[int]
+    shared: np.ndarray
+    own: np.ndarray
+    used: np.ndarray
 
 
 class Bases:
@@ -152,15 +189,16 @@ def _round(found: Any, inverse: Any, out: Any) -> None:
 
 @_jit
 def _spread(
-    quantized: Any, widths: Any, live: Any, order: Any, rank: Any, layer_of: Any, mine: Any, own: Any, used: Any
-) -> None:
+    quantized: Any, widths: Any, live: Any, order: Any, rank: Any, layer_of: Any, place: Any, shared: Any, own: Any,
+    used: Any,
+) -> None:  # fmt: skip
     for t in range(quantized.shape[0]):
         for i in range(live[t]):
             q = quantized[t, i]
             if q != 0:
                 component = order[i]
                 if component < rank:
-                    mine[t, component] = q * widths[t]
+                    shared[place[t], component] = q * widths[t]
                 else:
                     own[t, component - rank] = q * widths[t]
                     used[t, layer_of[component - rank]] = True

@@ -16,13 +16,13 @@ import numpy as np
 
 from pltpack.codec import coefficients, exact_tokens, importance, prediction, rate
 from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Unit
-from pltpack.codec.bases import Bases, GroupBases
+from pltpack.codec.bases import Bases, GroupBases, Spread
 from pltpack.codec.blas import single_threaded
 from pltpack.codec.coefficients import OCTAVE, Order
 from pltpack.codec.payload import Reader
 from pltpack.codec.profile import NAMES, Profile
 from pltpack.codec.rows import from_rows, to_rows
-from pltpack.snapshot import Identity, LayerGeometry, Snapshot
+from pltpack.snapshot import DTYPES, Identity, LayerGeometry, Snapshot
 
 _HEADER = struct.Struct("<BhH")
 _FLAG_REFERENCE, _FLAG_PREDICTED = 1, 2
@@ -176,12 +176,24 @@ class TransformCodec(Codec):
             parts.append(exact_tokens.encode(bits[exact], at, *self._exact_layout(bases, layers), self._tables))
         return b"".join(parts)
 
-    @single_threaded
-    @np.errstate(over="ignore", invalid="ignore")  # Hostile numbers give hostile values, and nothing on standard error.
     def decode_span(
         self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
     ) -> None:
         """See `Codec.decode_span`."""
+        self.begin_span(payload, unit, reference).finish(range(unit.layer, unit.layer + len(_geometries(unit))), out)
+
+    @single_threaded
+    @np.errstate(over="ignore", invalid="ignore")  # Hostile numbers give hostile values, and nothing on standard error.
+    def begin_span(
+        self, payload: memoryview, unit: Unit, reference: Sequence[KeyValue] | None = None
+    ) -> BegunUnit:
+        """Entropy-decode a unit, so that its layers can be had one after the other; arguments as of `decode_span`.
+
+        Raises
+        ------
+        ValueError
+            If the payload is malformed; once begun, a unit is sound.
+        """
         bases, layers = self._bases_of(unit), _geometries(unit)
         reader = Reader(payload)
         flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
@@ -205,31 +217,13 @@ class TransformCodec(Codec):
             classes[exact] = EXACT
         order = Order.of(bases.logs, steps, classes, self._tables)
         quantized = coefficients.decode(reader, order, self._tables, (unit.tokens, len(bases.logs)))
-        rows = bases.synthesize(quantized, order, classes, widths)
-        rows += self._center(bases, layers, unit, reference, predicted)
-        from_rows(rows, out, layers, self._identity, unit.position)
+        spread = bases.spread(quantized, order, classes, widths)
+        bits = np.empty((count, sum(layer.elements_per_token for layer in layers)), _widest(layers))
         if count:
-            self._decode_exact(reader, bases, layers, unit.position + marks, marks, out)
+            exact_tokens.decode(reader, bits, unit.position + marks, *self._exact_layout(bases, layers), self._tables)
         reader.end()
-
-    def _decode_exact(
-        self,
-        reader: Reader,
-        bases: GroupBases,
-        layers: Sequence[LayerGeometry],
-        positions: np.ndarray,
-        marks: np.ndarray,
-        out: Sequence[KeyValue],
-    ) -> None:
-        bits = exact_rows([(keys[:, marks], values[:, marks]) for keys, values in out])
-        exact_tokens.decode(reader, bits, positions, *self._exact_layout(bases, layers), self._tables)
-        at = 0
-        for (keys, values), layer in zip(out, layers, strict=True):
-            for array, width in ((keys, layer.heads * layer.k_dim), (values, layer.heads * layer.v_dim)):
-                part = bits[:, at : at + width].reshape(len(marks), layer.heads, -1).transpose(1, 0, 2)
-                words = part.astype(f"u{array.dtype.itemsize}", order="C")
-                array[:, marks] = words.view(array.dtype)
-                at += width
+        center = self._center(bases, layers, unit, reference, predicted)
+        return BegunUnit(self._identity, unit, bases, spread, center, marks, bits)
 
     def _exact_layout(self, bases: GroupBases, layers: Sequence[LayerGeometry]) -> tuple[list[int], np.ndarray | None]:
         runs = [layer.heads * width for layer in layers for width in (layer.k_dim, layer.v_dim)]
@@ -278,6 +272,44 @@ class TransformCodec(Codec):
         if self._classes is None:
             return np.full(unit.tokens, importance.ORDINARY, np.int64)
         return self._classes[unit.position : unit.position + unit.tokens].astype(np.int64)
+
+
+class BegunUnit:
+    """A unit of a layer group whose entropy coding is undone; its layers come by products, in any order."""
+
+    def __init__(
+        self, identity: Identity, unit: Unit, bases: GroupBases, spread: Spread, center: np.ndarray,
+        marks: np.ndarray, bits: np.ndarray,
+    ) -> None:  # fmt: skip
+        self._identity, self._unit, self._bases, self._spread = identity, unit, bases, spread
+        self._center, self._marks, self._bits = center, marks, bits
+
+    @single_threaded
+    @np.errstate(over="ignore", invalid="ignore")  # As for the first half.
+    def finish(self, layers: range, out: Sequence[KeyValue]) -> None:
+        """Decode some of the unit's layers, one pair of arrays each."""
+        unit = self._unit
+        geometries = _geometries(unit)[layers.start - unit.layer : layers.stop - unit.layer]
+        before = sum(layer.elements_per_token for layer in _geometries(unit)[: layers.start - unit.layer])
+        part = slice(before, before + sum(layer.elements_per_token for layer in geometries))
+        rows = self._bases.rows_of(self._spread, layers)
+        rows += self._center[..., part]
+        from_rows(rows, out, geometries, self._identity, unit.position)
+        if len(self._marks):
+            self._put_exact(self._bits[:, part], geometries, out)
+
+    def _put_exact(self, bits: np.ndarray, layers: Sequence[LayerGeometry], out: Sequence[KeyValue]) -> None:
+        at = 0
+        for (keys, values), layer in zip(out, layers, strict=True):
+            for array, width in ((keys, layer.heads * layer.k_dim), (values, layer.heads * layer.v_dim)):
+                part = bits[:, at : at + width].reshape(len(bits), layer.heads, -1).transpose(1, 0, 2)
+                words = part.astype(f"u{array.dtype.itemsize}", order="C")
+                array[:, self._marks] = words.view(array.dtype)
+                at += width
+
+
+def _widest(layers: Sequence[LayerGeometry]) -> np.dtype[Any]:
+    return np.result_type(*(np.dtype(f"u{DTYPES[layer.dtype].itemsize}") for layer in layers))
 
 
 def _geometries(unit: Unit) -> Sequence[LayerGeometry]:
