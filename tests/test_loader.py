@@ -147,6 +147,44 @@ def test_predicted_and_grouped_units_load_as_the_archive_reads_them(tmp_path):
                 assert same(loader.load(hit), archive.read(session_name), hit.tokens), (name, session_name)
 
 
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_layers_of_one_unit_come_one_after_the_other(tmp_path, memory, workers):
+    profile = profiles_common.save_profile(tmp_path / "p.safetensors", group=3)
+    ids = np.random.default_rng(2).integers(0, 500, 90)
+    sessions = [profiles_common.session("a", ids), profiles_common.session("b", [*ids[:70], *ids[:50]])]
+    pltpack.compress(sessions, tmp_path / "a", profile=profile, block=8, near=False)
+    with pltpack.open(tmp_path / "a") as archive:
+        assert len(archive.shard("b").exact_runs) and archive.shard("a").units["layer_count"].max() == 3
+        loader = archive.loader(depth=2, workers=workers, memory=memory)
+        for name in ("a", "b", "a"):
+            tokens = archive.snapshot(name).tokens
+            hit = loader.lookup(tokens)
+            for part in (hit, hit.first(hit.tokens - 3), hit.first(20)):
+                with loader.stream(part) as stream:
+                    assert same(list(stream), archive.read(name), part.tokens)
+                    assert {"0", "1", "2"} <= {span.label for span in stream.timeline.spans if span.stage == "scatter"}
+        assert (loader.centroids["hits"] > 0) == (memory > 0)
+        damage(archive.shard("a"), 0)
+        with pytest.raises(MissError, match="bad unit"):
+            loader.load(loader.lookup(archive.snapshot("a").tokens))
+    assert not loader_threads()
+
+
+def test_a_begun_unit_gives_its_layers_in_any_order(tmp_path):
+    codec = profiles_common.started(profiles_common.random_profile(group=3), step=0.5)
+    arrays = profiles_common.values_of(np.arange(70))
+    unit = profiles_common.unit_of(range(3), 70)
+    payload = memoryview(codec.prepare(profiles_common.session("s", np.arange(70))).encode_span(unit, arrays))
+    whole, apart = profiles_common.empty_like(arrays), profiles_common.empty_like(arrays)
+    codec.decode_span(payload, unit, whole)
+    begun = codec.begin_span(payload, unit)
+    for layers in (range(2, 3), range(0, 2), range(1, 2)):
+        begun.finish(layers, apart[layers.start : layers.stop])
+    for first, second in zip(whole, apart, strict=True):
+        assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True))
+
+
 def test_long_layers_are_cut(path, monkeypatch):
     monkeypatch.setattr("pltpack.serve.plan.PIECE_TOKENS", 10)
     with pltpack.open(path) as archive:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import xxhash
 
-from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
+from pltpack.codec.base import Begun, Codec, DecodeJob, KeyValue, Unit
 from pltpack.errors import FormatError
 from pltpack.format.container import FORMAT_VERSION, Container
 from pltpack.format.manifest import FileEntry
@@ -160,6 +160,19 @@ class Segment(abc.ABC):
         except ValueError as error:
             raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
         return arrays
+
+    def begin_span(self, record: np.void) -> Begun:
+        """Read, check and begin a unit without a reference whose codec is `layered`.
+
+        Raises
+        ------
+        FormatError
+            If its checksum or its content is wrong.
+        """
+        try:
+            return self.codec_of(record).begin_span(memoryview(self.checked_payload(record)), self.unit(record))
+        except ValueError as error:
+            raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
 
     def decode_job(self, record: np.void, job: DecodeJob) -> None:
         """Decode one unit whose checksum has been compared; `FormatError` if its content is wrong."""

@@ -94,6 +94,14 @@ class DecodeJob(NamedTuple):
     reference: KeyValue | None = None
 
 
+class Begun(Protocol):
+    """A unit of a layer group that is decoded so far that its layers can be had one after the other, in any order."""
+
+    def finish(self, layers: range, out: Sequence[KeyValue]) -> None:
+        """Decode some of the unit's layers, one pair of arrays each."""
+        ...
+
+
 class Codec(abc.ABC):
     """Abstract base of all codecs.
 
@@ -106,6 +114,8 @@ class Codec(abc.ABC):
     exact: ClassVar[bool] = False
     #: Whether a unit holds a group of layers: the archive then calls `encode_span` and `decode_span`.
     spans: ClassVar[bool] = False
+    #: Whether `begin_span` gives a unit's layers one after the other.
+    layered: ClassVar[bool] = False
     #: Whether the state is a profile, made by calibration; `learn` is then never called.
     calibrated: ClassVar[bool] = False
 
@@ -225,6 +235,16 @@ class Codec(abc.ABC):
         self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
     ) -> None:
         """Decode one unit of a layer group; arguments as of `decode`, one pair of arrays a layer.
+
+        Raises
+        ------
+        ValueError
+            If the payload is malformed.
+        """
+        raise NotImplementedError
+
+    def begin_span(self, payload: memoryview, unit: Unit, reference: Sequence[KeyValue] | None = None) -> Begun:
+        """The first part of `decode_span`, by a codec that is `layered`: what is begun is sound.
 
         Raises
         ------

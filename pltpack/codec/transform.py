@@ -49,6 +49,7 @@ class TransformCodec(Codec):
 
     codec_id: ClassVar[str] = "transform"
     spans: ClassVar[bool] = True
+    layered: ClassVar[bool] = True
     calibrated: ClassVar[bool] = True
 
     def __init__(
@@ -184,16 +185,8 @@ class TransformCodec(Codec):
 
     @single_threaded
     @np.errstate(over="ignore", invalid="ignore")  # Hostile numbers give hostile values, and nothing on standard error.
-    def begin_span(
-        self, payload: memoryview, unit: Unit, reference: Sequence[KeyValue] | None = None
-    ) -> BegunUnit:
-        """Entropy-decode a unit, so that its layers can be had one after the other; arguments as of `decode_span`.
-
-        Raises
-        ------
-        ValueError
-            If the payload is malformed; once begun, a unit is sound.
-        """
+    def begin_span(self, payload: memoryview, unit: Unit, reference: Sequence[KeyValue] | None = None) -> BegunUnit:
+        """See `Codec.begin_span`: undoes the entropy coding."""
         bases, layers = self._bases_of(unit), _geometries(unit)
         reader = Reader(payload)
         flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -34,6 +35,13 @@ class Channel(Generic[Item]):
                 self._items.append(item)
                 self._changed.notify_all()
             return not self._cancelled
+
+    def put_first(self, items: Sequence[Item]) -> None:
+        """Add items before all others, whatever room there is: for a reader that made several of one."""
+        with self._changed:
+            if not self._cancelled:
+                self._items.extendleft(reversed(items))
+                self._changed.notify_all()
 
     def get(self) -> Item | None:
         """The next item, waited for; None when there will be no more."""

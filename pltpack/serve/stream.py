@@ -6,6 +6,7 @@ start of their reading until they are handed over: while unit t is consumed, t +
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from pltpack.archive.shard import Shard
 from pltpack.codec.base import KeyValue
 from pltpack.serve.channel import Channel
 from pltpack.serve.destinations import Destination
+from pltpack.serve.layered import LayeredPiece, cut, is_layered
 from pltpack.serve.misses import Cancelled, MissError, TimedOut
 from pltpack.serve.plan import Piece, pieces_of, units_of
 from pltpack.serve.staged import Part, StagedContainer, advise, holding, ranges
@@ -53,6 +55,8 @@ class _Flight:
         self.piece, self.units = piece, units
         self.parts: Sequence[Part] = ()
         self.staged: Sequence[KeyValue] | None = None
+        # Of a step whose units are all begun: the pieces to take its layers from.
+        self.begun: Sequence[LayeredPiece] = ()
 
 
 class Work:
@@ -76,7 +80,11 @@ class Work:
         self._pieces = pieces_of(job.shard, job.tokens)
         layers = len(job.shard.identity.layers)
         self._step_of = {layer: piece.step for piece in self._pieces for layer in piece.layers}
-        self._left = [sum(piece.step == step for piece in self._pieces) for step in range(self._pieces[-1].step + 1)]
+        steps = [list(group) for _, group in itertools.groupby(self._pieces, key=lambda piece: piece.step)]
+        self._left = [len(step) for step in steps]
+        self._layered = [is_layered(job.shard, step) for step in steps]
+        self._begun: list[list[LayeredPiece]] = [[] for _ in steps]
+        self._missing = set(range(layers))
         self._ready = [threading.Event() for _ in range(layers)]
         self._permits = threading.Semaphore(depth)
         # Garbage collection may close another stream in the middle of anything, so locks must be re-entrant.
@@ -92,7 +100,7 @@ class Work:
         loops: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [
             ("read", self._read_all, (read,)),
             ("check", self._stage, ("check", self._check, read, checked)),
-            *[("decode", self._stage, ("decode", self._decode, checked, decoded))] * workers,
+            *[("decode", self._decode_all, (checked, decoded))] * workers,
             ("scatter", self._stage, ("scatter", self._scatter, decoded, None)),
         ]
         self._threads = [
@@ -142,7 +150,7 @@ class Work:
                 work(flight)
                 self.timeline.add(name, flight.piece.label, begin, time.perf_counter())
                 if outlet is None:
-                    self._done(flight.piece)
+                    self._done(flight)
                 elif not outlet.put(flight):
                     return
         except BaseException as error:
@@ -156,14 +164,54 @@ class Work:
             for segment, record in flight.units:
                 segment.checked_payload(record)
 
+    def _decode_all(self, inlet: Channel[_Flight], outlet: Channel[_Flight]) -> None:
+        try:
+            while (flight := inlet.get()) is not None:
+                self._check_time()
+                begin = time.perf_counter()
+                piece = flight.piece
+                if self._layered[piece.step] and not flight.begun:
+                    inlet.put_first(self._begin(flight))
+                    self.timeline.add("decode", piece.label, begin, time.perf_counter())
+                    continue
+                self._decode(flight)
+                self.timeline.add("decode", piece.label, begin, time.perf_counter())
+                if not outlet.put(flight):
+                    return
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            outlet.leave()
+
+    def _begin(self, flight: _Flight) -> list[_Flight]:
+        """Begin a piece; once all of its step are, gives what is then to be decoded: layers of the whole step."""
+        piece, shard = flight.piece, self._job.shard
+        with holding(flight.parts):
+            begun = LayeredPiece(shard, piece)
+        with self._lock:
+            pieces = self._begun[piece.step]
+            pieces.append(begun)
+        if not self._count(piece.step):
+            return []
+        # Only the flights hold them from here on.
+        self._begun[piece.step] = []
+        flights = [_Flight(Piece(piece.step, layers, 0, self._job.tokens, True), ()) for layers in cut(piece.layers)]
+        for each in flights:
+            each.begun = pieces
+        return flights
+
     def _decode(self, flight: _Flight) -> None:
         piece = flight.piece
         out = self._job.destination.room(piece.layers, piece.start, piece.stop)
         if out is None:
             out = flight.staged = self._buffer(piece)
-        with holding(flight.parts):
-            decode_layers(self._job.shard, piece.layers, piece.start, piece.stop, out)
-        flight.parts = ()
+        if flight.begun:
+            for part in flight.begun:
+                part.finish(piece.layers, out)
+        else:
+            with holding(flight.parts):
+                decode_layers(self._job.shard, piece.layers, piece.start, piece.stop, out)
+        flight.parts = flight.begun = ()
 
     def _scatter(self, flight: _Flight) -> None:
         if flight.staged is None:
@@ -186,19 +234,25 @@ class Work:
                 return free.pop()
         return one_buffer(layers, piece.stop - piece.start)
 
-    def _done(self, piece: Piece) -> None:
+    def _done(self, flight: _Flight) -> None:
+        step = flight.piece.step
+        ready = flight.piece.layers if self._layered[step] or self._count(step) else range(0)
         with self._lock:
-            self._left[piece.step] -= 1
-            complete = self._left[piece.step] == 0
-            keep = complete and piece.step > self._wanted
+            self._missing.difference_update(ready)
+        for layer in ready:
+            self._ready[layer].set()
+
+    def _count(self, step: int) -> bool:
+        """Whether a step's last piece is through; it keeps its permit until somebody waits for the step."""
+        with self._lock:
+            self._left[step] -= 1
+            complete = self._left[step] == 0
+            keep = complete and step > self._wanted
             if keep:
-                self._kept.add(piece.step)
+                self._kept.add(step)
         if not keep:
             self._permits.release()
-        if complete:
-            for layer, step in self._step_of.items():
-                if step == piece.step:
-                    self._ready[layer].set()
+        return complete
 
     def _check_time(self) -> None:
         if self._stop.is_set():
@@ -230,12 +284,12 @@ class Work:
     def complete(self) -> bool:
         """Whether everything is where it belongs."""
         with self._lock:
-            return not any(self._left)
+            return not self._missing
 
     def fail(self, error: BaseException) -> None:
         """End the load; the first error is the one that counts."""
         with self._lock:
-            if self._error is None and any(self._left):
+            if self._error is None and self._missing:
                 self._error = error
         self._stop.set()
         for channel in self._channels:
