@@ -1,7 +1,8 @@
 """Compile kernels without a device: to PTX by libNVVM, and to machine code by ptxas.
 
-Tells what a kernel takes of a multiprocessor. Needs numba-cuda and nvidia-cuda-nvcc-cu12, which bring both compilers,
-and no driver; not for the simulator.
+``python -m pltpack.gpu.compiled 90`` prints as JSON what every kernel takes of a multiprocessor of compute capability
+9.0. Needs numba-cuda and nvidia-cuda-nvcc-cu12, which bring both compilers, and no driver. It is a program of its own:
+where there is a simulator, or kernels are to run, numba must not be told what it is told here.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
+import sys
 import tempfile
 import types
 from pathlib import Path
@@ -65,17 +68,23 @@ def kernels() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 def to_ptx(kernel: Any, signature: tuple[Any, ...], target: tuple[int, int]) -> str:
     """PTX of a kernel for a compute capability."""
     from numba import cuda
-    from numba.cuda import dispatcher
 
-    kept = dispatcher.get_current_device
-    # Device functions ask a device for its capability when they are compiled; there may be none.
-    dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=target)
-    try:
-        text, _ = cuda.compile(kernel.py_func, cuda.types.void(*signature), cc=target, device=False, abi="numba",
-                               output="ptx")  # fmt: skip
-    finally:
-        dispatcher.get_current_device = kept
+    _do_without_device(target)
+    text, _ = cuda.compile(
+        kernel.py_func, cuda.types.void(*signature), cc=target, device=False, abi="numba", output="ptx"
+    )
     return str(text)
+
+
+def _do_without_device(target: tuple[int, int]) -> None:
+    """Keep numba from asking a driver, and NVRTC (which is large and not used here), for what is known."""
+    from numba.cuda import cuda_paths, dispatcher
+    from numba.cuda.core import config
+
+    dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=target)
+    config.FORCE_CUDA_CC = target
+    found = {"nvvm": cuda_paths._get_nvvm_path(), "libdevice": cuda_paths._get_libdevice_path()}
+    cuda_paths.get_cuda_paths._cached_result = found
 
 
 def assemble(ptx: str, target: tuple[int, int]) -> Usage:
@@ -101,3 +110,14 @@ def assemble(ptx: str, target: tuple[int, int]) -> Usage:
 
     patterns = r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores"
     return Usage(*map(number, (*patterns, r"(\d+) bytes spill loads", r"(\d+) bytes smem")))
+
+
+def main() -> None:
+    """Print the usage of all kernels on the target that the command line names."""
+    target = divmod(int(sys.argv[1]), 10)
+    found = {name: assemble(to_ptx(*kernel, target), target)._asdict() for name, kernel in kernels().items()}
+    json.dump(found, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

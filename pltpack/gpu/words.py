@@ -189,14 +189,15 @@ def split_kernel(
         for plane in range(3):
             shift, width = np.int64(planes[plane, 0]), planes[plane, 1]
             if width == 8:
-                for n in range(int(lane), length, 32):
-                    low_bits[unit[PLANE0 + plane] + row * length + n] = (np.int64(rows[at + n]) >> shift) & 255
+                for column in range(lane, length, 32):
+                    byte = (np.int64(rows[at + column]) >> shift) & 255
+                    low_bits[unit[PLANE0 + plane] + row * length + column] = byte
             elif width == 4:
-                for n in range(int(lane), half, 32):
-                    byte = (np.int64(rows[at + n]) >> shift) & 15
-                    if half + n < length:
-                        byte |= ((np.int64(rows[at + half + n]) >> shift) & 15) << 4
-                    low_bits[unit[PLANE0 + plane] + row * half + n] = byte
+                for column in range(lane, half, 32):
+                    byte = (np.int64(rows[at + column]) >> shift) & 15
+                    if half + column < length:
+                        byte |= ((np.int64(rows[at + half + column]) >> shift) & 15) << 4
+                    low_bits[unit[PLANE0 + plane] + row * half + column] = byte
 
 
 @cuda.jit
