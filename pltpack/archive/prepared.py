@@ -33,6 +33,7 @@ class Prepared:
         # The snapshot is kept with what belongs to it, so that its id is not given to another one.
         self._held: collections.OrderedDict[tuple[int, int], tuple[Snapshot, Codec]] = collections.OrderedDict()
         self._steps: dict[tuple[int, int], tuple[Snapshot, np.ndarray]] = {}
+        self._fine: dict[tuple[int, int], Codec] = {}
 
     def of(self, snapshot: Snapshot, cut: int) -> Codec:
         """The codec for a session that may be cut at `cut`.
@@ -45,11 +46,11 @@ class Prepared:
         key = (id(snapshot), cut)
         with self._lock:
             if key not in self._held:
-                self._held[key] = (snapshot, self._finer(key, self._prepare(snapshot, cut)))
+                self._held[key] = (snapshot, self._prepare(snapshot, cut))
                 if len(self._held) > MOST:
                     self._held.popitem(last=False)
             self._held.move_to_end(key)
-            return self._held[key][1]
+            return self._finer(key, self._held[key][1])
 
     def refine(self, snapshot: Snapshot, cut: int, start: int, steps: np.ndarray) -> None:
         """Encode tokens of a session, from `start` on, with no larger steps if enough others are predicted from them.
@@ -69,7 +70,7 @@ class Prepared:
                 self._steps[key] = (snapshot, np.full((WANTED_BY, len(snapshot)), np.iinfo(np.int32).max, np.int32))
             part = self._steps[key][1][:, start : start + len(steps)]
             part[:] = np.sort(np.concatenate([part, np.asarray(steps, np.int32)[None]]), axis=0)[:WANTED_BY]
-            self._held.pop(key, None)
+            self._fine.pop(key, None)
 
     def _prepare(self, snapshot: Snapshot, cut: int) -> Codec:
         try:
@@ -78,6 +79,8 @@ class Prepared:
             raise PromiseError(f"session {snapshot.session!r}: {error}", snapshot.origin) from None
 
     def _finer(self, key: tuple[int, int], codec: Codec) -> Codec:
-        if key in self._steps and isinstance(codec, TransformCodec):
-            return codec.finer(self._steps[key][1][-1])
-        return codec
+        if key not in self._steps or not isinstance(codec, TransformCodec):
+            return codec
+        if key not in self._fine:
+            self._fine[key] = codec.finer(self._steps[key][1][-1])
+        return self._fine[key]
