@@ -75,7 +75,7 @@ def loader(
     from pltpack.quality.plot import check_plot
     from pltpack.serve.gantt import gantt
 
-    wanted = range(depths.start or 1, depths.stop or 8)
+    wanted = range(1 if depths.start is None else depths.start, 8 if depths.stop is None else depths.stop)
     if plot_file is not None:
         check_plot(plot_file)
     if not wanted or wanted.start < 1:
@@ -108,7 +108,8 @@ def _print_loader(found: dict[str, Any]) -> None:
         print_rows([
             (plain(archive["quality"]), f"{plain(archive['archive'])}, {same} first token as cold"),
             *[(f"  depth {row['depth']}", f"{_ms(row['seconds'])}, {number(row['sooner'], 1, 'x')} sooner than cold; "
-               f"{_ms(row['throttled_seconds'])} {speed}") for row in archive["depths"]],
+               f"{_ms(row['throttled_seconds'])} {speed}, {_ms(row['throttled_load_seconds'])} of loading alone")
+              for row in archive["depths"]],
         ])  # fmt: skip
     latency = found["latency"]
     print_rows([

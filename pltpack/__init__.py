@@ -27,6 +27,8 @@ _HOMES = {
     "from_dynamic_cache": "pltpack.dumps",
     "to_dynamic_cache": "pltpack.dumps",
     "PltpackError": "pltpack.errors",
+    "MissError": "pltpack.serve.misses",
+    "serve": "pltpack.serve",
 }
 
 __all__ = [
@@ -49,9 +51,12 @@ __all__ = [
     "from_dynamic_cache",
     "to_dynamic_cache",
     "PltpackError",
+    "MissError",
+    "serve",
 ]
 
 if TYPE_CHECKING:
+    from pltpack import serve
     from pltpack.archive.create import append, compress
     from pltpack.archive.extract import decompress, verify
     from pltpack.archive.maintain import compact, gc
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
     from pltpack.archive.transfer import export_session, import_session
     from pltpack.dumps import from_dynamic_cache, open_dumps, to_dynamic_cache, write_dump
     from pltpack.errors import PltpackError
+    from pltpack.serve.misses import MissError
     from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
 
@@ -67,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pltpack' has no attribute {name!r}")
     module = importlib.import_module(_HOMES[name])
-    value = getattr(module, "Archive" if name == "open" else name)
+    value = module if name == "serve" else getattr(module, "Archive" if name == "open" else name)
     globals()[name] = value
     return value
 

@@ -166,6 +166,8 @@ def _archive(
                     raise NotFoundError(f"session {session!r} cannot be loaded ({start.miss})", archive.path)
                 out["token"] = start.tokens[0]
                 row[name] = _median(repeats, lambda: _warm(model, loader, tokens))
+                if limit is not None:
+                    row["throttled_load_seconds"] = _median(repeats, lambda: _load(loader, tokens))
                 if limit is not None and depth in (1, 3, max(depths)):
                     spans = warm_generate(model, loader, tokens, 1).cache.stream.timeline.spans
                     timelines[f"{archive.manifest.quality}, depth {depth}, reads at {speed / 1e6:g} MB/s"] = spans
@@ -175,6 +177,14 @@ def _archive(
 
 def _warm(model: Any, loader: Loader, tokens: np.ndarray) -> float:
     return warm_generate(model, loader, tokens, 1).seconds_to_first
+
+
+def _load(loader: Loader, tokens: np.ndarray) -> float:
+    """Seconds of a load alone, whose layers nobody works with."""
+    hit = loader.lookup(tokens)
+    begin = time.perf_counter()
+    loader.load(hit)
+    return time.perf_counter() - begin
 
 
 def _latency(model: Any, archive: Archive, tokens: np.ndarray) -> dict[str, float]:
