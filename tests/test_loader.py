@@ -678,7 +678,10 @@ def test_channels_end_when_their_writers_have_left():
     assert full.get() is None
 
 
-@pytest.mark.parametrize("wrong", [{"depth": 0}, {"depth": 65}, {"workers": 0}, {"memory": -1}, {"device": "tpu"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"depth": 0}, {"depth": 65}, {"workers": 0}, {"memory": -1}, {"device": "tpu"}, {"device": "cuda:99"}],
+)
 def test_settings_out_of_range_are_refused(path, wrong):
     with pltpack.open(path) as archive, pytest.raises(UnsupportedError):
         archive.loader(**wrong)

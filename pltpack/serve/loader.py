@@ -244,8 +244,14 @@ class Loader:
 
 
 def _check_device(device: str) -> None:
-    if device not in ("cpu", "auto"):
-        raise UnsupportedError(f"device {device!r}: this loader streams to the memory of the CPU (cpu or auto)")
+    if device in ("cpu", "auto"):
+        return
+    if device.partition(":")[0] == "cuda":
+        # What is missing comes first: it is what can be mended.
+        from pltpack.gpu.device import require
+
+        require()
+    raise UnsupportedError(f"device {device!r}: this loader streams to the memory of the CPU (cpu or auto)")
 
 
 def _destination(into: Any) -> Destination:
