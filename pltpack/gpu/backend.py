@@ -25,6 +25,9 @@ from pltpack.gpu.jobs import Job, LayerPlace, UnitDecoder
 from pltpack.gpu.place import Pages
 from pltpack.snapshot import DTYPES, LayerGeometry
 
+#: Units of one launch: a grid has at most 65,535 rows, and a unit takes two.
+_MOST_UNITS = 1 << 14
+
 
 class Backend(Protocol):
     """Decodes units to buffers of words that it made."""
@@ -113,7 +116,9 @@ class CudaBackend:
             plain = [i for i, job in enumerate(jobs) if job.reference is None] if decoder is not None else []
             left = set(range(len(jobs))) - set(plain)
             if decoder is not None:
-                left |= {plain[i] for i in decoder.decode([jobs[i] for i in plain])}
+                for at in range(0, len(plain), _MOST_UNITS):
+                    some = plain[at : at + _MOST_UNITS]
+                    left |= {some[i] for i in decoder.decode([jobs[i] for i in some])}
             self._decode_left(codec, [jobs[i] for i in sorted(left)])
 
     def to_host(self, words: Any) -> np.ndarray:

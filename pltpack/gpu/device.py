@@ -10,6 +10,8 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,8 @@ def arrays() -> Any:
     require()
     if is_simulated():
         return np
+    # Kernels go to CuPy's own stream: waiting for it at each launch, as the array interface asks, would only stall.
+    importlib.import_module("numba.cuda").config.CUDA_ARRAY_INTERFACE_SYNC = False
     return importlib.import_module("cupy")
 
 
@@ -136,3 +140,45 @@ def has_blas() -> bool:
     except (ImportError, RuntimeError):
         return False
     return True
+
+
+class Stages:
+    """Seconds between the marks that decoders set while this is entered, by their names; for measurements."""
+
+    _open: Stages | None = None
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, Any]] = []
+
+    def __enter__(self) -> Stages:
+        Stages._open = self
+        self.add("start")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Stages._open = None
+
+    def add(self, name: str) -> None:
+        """A stage has been put on the stream."""
+        if is_simulated():
+            self._marks.append((name, time.perf_counter()))
+            return
+        event = arrays().cuda.Event()
+        event.record()
+        self._marks.append((name, event))
+
+    def seconds(self) -> dict[str, float]:
+        """Of each stage, summed over all calls; waits for the device."""
+        found: dict[str, float] = {}
+        if not is_simulated():
+            arrays().cuda.get_current_stream().synchronize()
+        for (_, before), (name, after) in itertools.pairwise(self._marks):
+            taken = after - before if is_simulated() else arrays().cuda.get_elapsed_time(before, after) / 1000
+            found[name] = found.get(name, 0.0) + taken
+        return found
+
+
+def mark(stage: str) -> None:
+    """Say that a stage has been put on the stream; costs nothing unless somebody measures."""
+    if Stages._open is not None:
+        Stages._open.add(stage)

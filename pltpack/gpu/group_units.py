@@ -209,18 +209,22 @@ class GroupDecoder:
         classes, codes, bases = device.put(found.classes), device.put(found.codes), device.put(found.bases)
         kinds = xp.empty(max(1, found.rows), np.uint8)
         lines = device.lines_of(len(found.parts), found.most_rows)
+        device.mark("plan")
         group.tables_kernel[lines](parts, numbers, ranks, bases, kinds)
         decoded = rans.decode(staged.data, streams, kinds, self._cumulative, self._escape, self._planes)
+        device.mark("entropy")
         vectors = xp.empty(max(1, targets.elements), np.float32)
         group.dequantize_kernel[lines](
             staged.data, parts, numbers, classes, codes, kinds, decoded.symbols, decoded.escapes_before,
             decoded.weight_before, decoded.escapes_of, self._powers, self._shrink, means, vectors
         )  # fmt: skip
+        device.mark("dequantize")
         placed = targets.upload()
         # BF16 has binary32's exponents: what rounds to infinity is infinite, as on the CPU.
         place.store(vectors, targets, placed, dtype, words, clamped=dtype not in ("BF16", "F32"))
         group.exact_kernel[lines](staged.data, parts, placed[0], numbers, decoded.symbols, placed[3],
                                   np.int32(DTYPES[dtype].itemsize), words)  # fmt: skip
+        device.mark("place")
         return found.left(device.get(decoded.damaged), device.get(decoded.escapes_of))
 
     def _targets(self, jobs: Sequence[Job], found: _Tables) -> place.Targets:

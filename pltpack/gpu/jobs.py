@@ -64,7 +64,9 @@ class Staged:
         for payload, at in zip(payloads, self.offsets.tolist(), strict=False):
             self.host[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
         self.host[self.offsets[-1] :] = 0
+        device.mark("read payloads")
         self.data = device.put(self.host)
+        device.mark("copy to device")
 
 
 class UnitDecoder(Protocol):

@@ -86,16 +86,20 @@ class LosslessDecoder:
                                   count, line[words.WORD], line[words.CHANNEL])  # fmt: skip
             used.append(i)
             row += int(line[words.ROWS])
+        device.mark("plan")
         decoded = rans.decode(staged.data, streams[: len(used)], self._table, self._cumulative, self._escape,
                               self._weight)  # fmt: skip
+        device.mark("entropy")
         xp = device.arrays()
         rows, damaged = xp.empty(max(1, targets.elements), layout.word), xp.zeros(len(jobs), np.uint8)
         lines = device.lines_of(len(jobs), int(units[:, words.ROWS].max()))
         words.merge_kernel[lines](staged.data, device.put(units), self._start, self._mirror, self._table, self._escape,
                                   *_layout_arrays(layout), decoded.symbols, decoded.escapes_before, rows,
                                   damaged)  # fmt: skip
+        device.mark("merge")
         placed = targets.upload()
         words.spread_kernel[device.lines_of(len(targets), targets.most >> 5)](rows, placed[0], placed[3], cache)
+        device.mark("place")
         good = device.get(damaged) == 0
         good[[i for i, body in enumerate(bodies) if body is None]] = False
         wrong, escapes = device.get(decoded.damaged), device.get(decoded.escapes_of)

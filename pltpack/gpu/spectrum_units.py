@@ -7,7 +7,7 @@ rotation and rounding are the device's. Units of one layer group share their pro
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ from pltpack.gpu.spectrum import UNIT_COLUMNS, Places
 from pltpack.snapshot import DTYPES, LayerGeometry
 
 _HEADER = struct.Struct("<BhH")
+#: Device bytes for dense coefficients and rows at a time.
+_WORKSPACE = 1 << 30
 
 
 class _Unit(NamedTuple):
@@ -71,8 +73,24 @@ class SpectrumDecoder:
             kinds.setdefault((job.unit.layer, len(job.unit.layers)), []).append(number)
         left = []
         for numbers in kinds.values():
-            left += [numbers[i] for i in self._decode([jobs[number] for number in numbers])]
+            for some in self._pieces(jobs, numbers):
+                left += [some[i] for i in self._decode([jobs[number] for number in some])]
         return sorted(left)
+
+    def _pieces(self, jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Jobs of one layer group in runs whose coefficients and rows take no more than `_WORKSPACE`."""
+        piece: list[int] = []
+        used = 0
+        for number in numbers:
+            unit = jobs[number].unit
+            # Shared coefficients, own ones, rows: four bytes each.
+            size = 12 * unit.tokens * sum(g.elements_per_token for g in transform._geometries(unit))
+            if piece and used + size > _WORKSPACE:
+                yield piece
+                piece, used = [], 0
+            piece.append(number)
+            used += size
+        yield piece
 
     def _decode(self, jobs: Sequence[Job]) -> list[int]:
         bases, layers = self._codec._bases_of(jobs[0].unit), transform._geometries(jobs[0].unit)
@@ -90,6 +108,7 @@ class SpectrumDecoder:
         wrong, rows = self._rows(mine, units, streams, staged, group, layers)
         self._store(rows, some, units, layers)
         _place_exact(mine, some, layers)
+        device.mark("place")
         damaged = {taken[i] for i in np.flatnonzero(wrong).tolist()}
         return sorted(damaged | (set(range(len(jobs))) - set(taken)))
 
@@ -113,7 +132,9 @@ class SpectrumDecoder:
         """Which units are damaged, and un-rotated rows of all tokens."""
         xp = device.arrays()
         kinds = device.put(np.concatenate([*(unit.places.table_of_row for unit in units), np.zeros(1, np.uint8)]))
+        device.mark("plan")
         decoded = rans.decode(staged.data, streams, kinds, self._cumulative, self._escape, self._weight)
+        device.mark("entropy")
         index = device.put(np.concatenate([unit.places.index for unit in units]))
         widths = np.concatenate([unit.widths for unit in units])
         shared = xp.zeros((len(widths), max(1, group.rank)), np.float32)
@@ -123,6 +144,7 @@ class SpectrumDecoder:
             staged.data, device.put(lines), index, kinds, decoded.symbols, decoded.escapes_before, device.put(widths),
             group.order, shared, own
         )  # fmt: skip
+        device.mark("coefficients")
         rows = xp.zeros((len(widths), group.span), np.float32)
         live = max(int(unit.order.live.max(initial=0)) for unit in units)
         need = int(group.reach[live - 1]) if live else 0
@@ -135,6 +157,7 @@ class SpectrumDecoder:
                 at += len(basis)
         none = xp.zeros((1, 1), np.float32)
         spectrum.center_kernel[device.loop_of(rows.size)](rows, group.mean, none, xp.zeros(len(widths), np.float32))
+        device.mark("product")
         escapes = device.get(decoded.escapes_of)[: len(units)]
         wrong = (device.get(decoded.damaged)[: len(units)] != 0) | (escapes != lines[:, spectrum.ESCAPE_COUNT])
         return wrong, rows

@@ -70,6 +70,7 @@ class SphereDecoder:
                 parts[2 * i + part, sphere.VECTORS] = targets.add(g.heads, count, dim, pages, job.slot)
         vectors = device.arrays().empty(max(1, targets.elements), np.float32)
         tokens = device.put(np.concatenate(numbers))
+        device.mark("plan")
         for dim, book in self._books.items():
             mine = parts[parts[:, sphere.WIDTH] == dim]
             if len(mine):
@@ -77,12 +78,14 @@ class SphereDecoder:
                 sphere.dequantize_kernel[device.lines_of(len(mine), most, sphere.shared_bytes(dim))](
                     staged.data, device.put(mine), tokens, book.levels, *book.turn, vectors
                 )
+        device.mark("look up and rotate")
         placed = targets.upload()
         place.store(vectors, targets, placed, dtype, words)
         most = int((parts[:, sphere.HEADS] * parts[:, sphere.EXACT]).max(initial=1))
         sphere.exact_kernel[device.lines_of(len(parts), most)](
             staged.data, device.put(parts), placed[0], tokens, placed[3], np.int32(DTYPES[dtype].itemsize), words
         )
+        device.mark("place")
         return left
 
     def _read(self, data: np.ndarray, job: Job, offset: int, at: int, parts: np.ndarray) -> np.ndarray | None:
