@@ -6,7 +6,9 @@ import errno
 import os
 import resource
 import signal
+import struct
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,12 +20,28 @@ from cli_common import run, start
 import pltpack
 from pltpack.archive import merge, reader
 from pltpack.codec import registry
-from pltpack.codec.base import LayerSample, Unit
+from pltpack.codec.base import DecodeJob, LayerSample, Unit
+from pltpack.codec.group import GroupCodec
+from pltpack.codec.levels import CLASSES
 from pltpack.errors import ConflictError, DumpError, FormatError, IdentityError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format import manifest as manifest_format
 from pltpack.format.container import ContainerWriter
-from pltpack.snapshot import ArraySource, Identity, LayerGeometry, Snapshot
+from pltpack.snapshot import DTYPES, ArraySource, Identity, LayerGeometry, Snapshot
+
+sys.path.append(str(Path(__file__).parents[1] / "spec"))
+import reference_group
+import reference_numbers
+
+
+class OneRun:
+    """A sample of one run of tokens, the same in every layer."""
+
+    def __init__(self, unit: Unit, keys: np.ndarray, values: np.ndarray) -> None:
+        self._runs = [LayerSample(unit, keys, values)]
+
+    def layer(self, index: int) -> list[LayerSample]:
+        return self._runs
 
 
 def small(name: str, rope: object = None, **fields: object) -> Snapshot:
@@ -529,12 +547,9 @@ def test_lossless_does_not_learn_from_values_of_another_size():
     values = np.zeros((1, 3, 4), np.float32)
     geometry = LayerGeometry(1, 4, 4, "F16")
 
-    class Lies:
-        def layer(self, index: int) -> list[LayerSample]:
-            return [LayerSample(Unit(0, geometry, 0, 3), values, values)]
-
+    lies = OneRun(Unit(0, geometry, 0, 3), values, values)
     with pytest.raises(ValueError, match="shape"):
-        registry.tier("lossless").learn(Lies(), Identity(layers=(geometry,)))
+        registry.tier("lossless").learn(lies, Identity(layers=(geometry,)))
 
 
 def test_a_session_name_that_is_no_text(tmp_path):
@@ -548,3 +563,36 @@ def test_pipes_as_session_files_do_not_hang(archive, tmp_path):
         pltpack.import_session(archive[0], tmp_path / "pipe.json")
     result = run("decompress", archive[0], "-o", tmp_path / "out", "--identity", tmp_path / "pipe.json")
     assert result.exit_code == 2 and "regular file" in result.stderr
+
+
+@pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
+@pytest.mark.parametrize(("dtype", "dims"), [("BF16", (32, 32)), ("BF16", (64, 20)), ("F32", (24, 17))])
+def test_tables_with_more_low_bits_than_a_byte_holds(dtype, dims, shifted):
+    geometry = LayerGeometry(2, *dims, dtype)
+    identity = Identity(layers=(geometry,), rope={"type": "default", "theta": 10000.0}, keys="rotated")
+    rng = np.random.default_rng(1)
+    usual, wide, other = (
+        tuple((scale * rng.normal(size=(2, 96, dim))).astype(DTYPES[dtype]) for dim in dims) for scale in (1, 1e4, 1e3)
+    )
+    wide[1][:, 60] = 0.1 * usual[1][:, 60].astype(np.float32)
+    unit = Unit(0, geometry, 100, 96, near=shifted)
+    codec = GroupCodec(4)
+    state = codec.learn(OneRun(unit, *usual), identity)
+    codec.start(state, identity)
+    reference = other if shifted else None
+    payload = codec.encode(unit, *wide, reference)
+    out = [tuple(np.zeros_like(x) for x in wide) for _ in range(2)]
+    codec.decode(memoryview(payload), unit, *out[0], reference)
+    codec.decode_many([DecodeJob(memoryview(payload), unit, *out[1], reference)])
+    # Steps suit the last tokens, and the short one ten classes more: beyond where the widest table begins.
+    runs = np.frombuffer(payload, np.uint8, struct.unpack_from("<I", payload, 4)[0], 16 + 12)
+    assert (runs >> 4).max() == 10 and int(np.frombuffer(payload, np.uint8, 4, 16 + 8).max()) + 10 >= CLASSES - 1
+    spec = reference_group.Group({"bits": 4}, state, identity.to_json())
+    mine = reference_numbers.Unit(0, 2, *dims, dtype, unit.tokens, unit.position)
+    word = None if reference is None else tuple(np.ascontiguousarray(a).view(mine.word) for a in reference)
+    wanted = spec.decode(payload, mine, word)
+    for found in out:
+        for a, b, original in zip(found, wanted, wide, strict=True):
+            assert np.array_equal(np.ascontiguousarray(a).view(mine.word), b)
+            error = np.abs(a.astype(np.float64) - original.astype(np.float64))
+            assert error.max() < 0.05 * np.abs(original.astype(np.float64)).max()

@@ -17,7 +17,7 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from pltpack.codec import quantize, rans, rans_scalar, rans_simd, tokens
+from pltpack.codec import dequantize, quantize, rans, rans_scalar, rans_simd, tokens
 from pltpack.codec.base import DecodeJob
 from pltpack.codec.compiled import address_of, head_stride, items_at
 from pltpack.codec.group_decode import HEADER, MEAN_UNIT, OWN_MEANS, Layer
@@ -166,7 +166,7 @@ def _finish(unit: Any, scratch: Any, used: int, shrink: Any) -> bool:
     none = np.empty((0, 0, 0), dtype=np.float32)
     rows, half = heads * places[_CODED], dim // 2
     low, middle = places[_LOW], places[_LOW] + places[_KEY_LOW]
-    end = quantize.dequantize(
+    end = dequantize.dequantize(
         symbols[: rows * half].reshape((rows, half)), symbols[rows * half : 2 * rows * half].reshape((rows, half)),
         classes, classes, bases, codes, shrink, key_means, value_means, False, data[low:middle],
         data[middle : places[_REST]], escapes[:given], unit[_TURN], cos, sin, key_words, value_words, none, none,

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pltpack.codec import quantize, rans, tokens
+from pltpack.codec import dequantize, quantize, rans, tokens
 from pltpack.codec.base import KeyValue, Unit
 from pltpack.codec.levels import step_of
 from pltpack.codec.payload import Reader
@@ -195,7 +195,7 @@ def _dequantize(layer: Layer, unit: Unit, header: Header, predictions: KeyValue,
             words[part] = x.view(np.uint16) if direct[part] else np.zeros(x.shape, dtype=np.uint16)
         else:
             floats[part] = np.zeros(x.shape, dtype=np.float32)
-    used = quantize.dequantize(
+    used = dequantize.dequantize(
         symbols[0][0], symbols[1][0], header.classes, header.ranks, header.bases, header.codes, shrink,
         predictions[0], predictions[1], predictions[0].shape[1] > 1, low[0], low[1], header.escapes, turn, cos, sin,
         words[0], words[1], floats[0], floats[1],

@@ -78,14 +78,14 @@ class _Emitter:
 
 @intrinsic
 def spread(typing: Any, low: Any, at: Any, shift: Any, digits: Any, to: Any) -> Any:
-    """Add one plane's 16 bits, from byte `at` of `low`, to ``digits[to : to + 16]`` (uint8) at bit `shift`."""
+    """Add one plane's 16 bits, from byte `at` of `low`, to ``digits[to : to + 16]`` (uint16) at bit `shift`."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         e = _Emitter(context, builder, signature, arguments)
         place = builder.bitcast(e.pointer(0, e.offset(1), _I8), _I16.as_pointer())
         bits = builder.bitcast(builder.load(place, align=1), ir.VectorType(_I1, BLOCK))
-        digit = builder.shl(builder.zext(bits, ir.VectorType(_I8, BLOCK)), e.scalar(2, types.uint8))
-        e.store(builder.or_(e.load(3, e.offset(4), _I8), digit), 3, e.offset(4), _I8)
+        digit = builder.shl(builder.zext(bits, ir.VectorType(_I16, BLOCK)), e.scalar(2, types.uint16))
+        e.store(builder.or_(e.load(3, e.offset(4), _I16), digit), 3, e.offset(4), _I16)
         return context.get_dummy_value()
 
     return types.none(low, at, shift, digits, to), emit
@@ -114,14 +114,14 @@ def expand(typing: Any, symbols: Any, at: Any, line: Any, to: Any, high: Any, st
 @intrinsic
 def expand_digits(typing: Any, symbols: Any, at: Any, line: Any, to: Any, high: Any, step: Any, raw: Any,
                   digits: Any, centres: Any, centre: Any) -> Any:  # fmt: skip
-    """The same with `raw` low bits per value, taken from `digits` (uint8) at `to` and at `high`."""
+    """The same with `raw` low bits per value, taken from `digits` (uint16) at `to` and at `high`."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         e = _Emitter(context, builder, signature, arguments)
         symbol, step_, raw_ = e.load(0, e.offset(1), _I8), e.scalar(5, types.float32), e.scalar(6, types.int32)
         centre = builder.lshr(builder.shl(e.constant(1, _I32), raw_), e.constant(1, _I32))
         for nibble, place in _nibbles(e, symbol, e.offset(3), e.offset(4)):
-            digit = builder.zext(e.load(7, place, _I8), ir.VectorType(_I32, BLOCK))
+            digit = builder.zext(e.load(7, place, _I16), ir.VectorType(_I32, BLOCK))
             coarse = builder.shl(builder.sub(nibble, e.constant(8, _I32)), raw_)
             q = builder.sub(builder.add(coarse, digit), centre)
             level = builder.sitofp(q, ir.VectorType(_F32, BLOCK))
