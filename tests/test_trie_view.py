@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import pltpack
 from pltpack.archive import captured
-from pltpack.archive.trie_view import ORDER, trie_view
+from pltpack.archive.likelihood import ORDER
+from pltpack.archive.trie_view import trie_view
 from pltpack.errors import FormatError
 from pltpack.format.container import Container
 from pltpack.snapshot import Snapshot

@@ -64,10 +64,19 @@ def token_probabilities(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
     """
     count = len(shard.tokens)
     found = shard.container.tables.get(TENSOR)
+    if found is not None and (found.dtype != np.uint8 or found.shape != (count, 2)):
+        raise FormatError(f"tensor {TENSOR!r} does not fit {count} tokens", shard.container.path)
+    return _probabilities(found, count)
+
+
+def captured_probabilities(snapshot: Snapshot) -> tuple[np.ndarray, np.ndarray]:
+    """The same of a session that is about to be written, as its shard will give it."""
+    return _probabilities(shard_tensors(snapshot).get(TENSOR), len(snapshot))
+
+
+def _probabilities(found: np.ndarray | None, count: int) -> tuple[np.ndarray, np.ndarray]:
     if found is None:
         return np.full(count, np.nan), np.zeros(count, bool)
-    if found.dtype != np.uint8 or found.shape != (count, 2):
-        raise FormatError(f"tensor {TENSOR!r} does not fit {count} tokens", shard.container.path)
     numbers = np.frombuffer(found.tobytes(), "<u2").astype(np.int64)
     p = np.exp2(-(numbers & ~_IN_TAIL) / STEPS)
     p[numbers == _UNKNOWN] = np.nan

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pltpack.archive.captured import token_probabilities
+from pltpack.archive.likelihood import Read, likelihoods
 from pltpack.format.tables import NO_NODE
-from pltpack.trie.kneser_ney import KneserNey
-from pltpack.trie.probabilities import mean_over_visits
 
 if TYPE_CHECKING:
     from pltpack.archive.reader import Archive
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
 
 #: Tokens at the beginning of a node that the view names.
 FIRST_TOKENS = 16
-#: Length of the n-grams that estimate what was not captured, and tokens they are counted in at most.
-ORDER, ESTIMATE_TOKENS = 4, 1 << 22
 
 Text = Callable[[Sequence[int]], str]
 Key = tuple[int, int]
@@ -56,7 +52,7 @@ class _View:
         self._libraries = archive.libraries
         self._shards = [archive.shard(name) for name in archive.sessions]
         self._number = {id(library): index for index, library in enumerate(archive.libraries)}
-        self._probabilities, self._captured = _probabilities(self._shards)
+        self._probabilities, self._captured = likelihoods([Read.of_shard(shard) for shard in self._shards])
         self._nodes: dict[Key, dict[str, Any]] = {}
         self._add_library()
         for index, shard in enumerate(self._shards):
@@ -159,27 +155,3 @@ def _shown(node: dict[str, Any], parent: int | None, depth: int, text: Text | No
     if text is not None:
         shown["text"] = text(node["first_tokens"])
     return shown
-
-
-def _probabilities(shards: Sequence[Shard]) -> tuple[list[np.ndarray], int]:
-    """P of each session's tokens given those before, float64 ``[T]`` each, and how many were captured."""
-    out: list[np.ndarray] = [np.empty(0)] * len(shards)
-    captured = 0
-    # Tenants learn nothing from each other.
-    for salt in dict.fromkeys(shard.entry.salt for shard in shards):
-        mine = [index for index, shard in enumerate(shards) if shard.entry.salt == salt]
-        texts = [shards[index].tokens for index in mine]
-        vocabulary = 1 + max((int(tokens.max()) for tokens in texts if len(tokens)), default=0)
-        starts = np.cumsum([0, *map(len, texts)])
-        counted = [tokens[: max(0, ESTIMATE_TOKENS - at)] for tokens, at in zip(texts, starts.tolist(), strict=False)]
-        estimate = KneserNey(counted, ORDER, vocabulary)
-        estimated = [estimate.probabilities(tokens) for tokens in texts]
-        own = []
-        for index, p in zip(mine, estimated, strict=True):
-            found, in_tail = token_probabilities(shards[index])
-            # Of a tail, a token has the share that the estimate gives it.
-            own.append(np.where(in_tail, found * p, found))
-        for index, mean, p in zip(mine, mean_over_visits(texts, own), estimated, strict=True):
-            captured += int((~np.isnan(mean)).sum())
-            out[index] = np.where(np.isnan(mean), p, mean)
-    return out, captured
