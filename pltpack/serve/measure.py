@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import statistics
 import tempfile
 import time
@@ -152,27 +155,31 @@ def _archive(
     model: Any, archive: Archive, session: str, tokens: np.ndarray, depths: Sequence[int], repeats: int, speed: float,
     timelines: dict[str, list[Span]], progress: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    shard = archive.shard(session)
-    out: dict[str, Any] = {"archive": str(archive.path), "quality": archive.manifest.quality, "depths": []}
-    out["shard_bytes"] = int(shard.units["length"].sum())
-    for depth in depths:
-        progress(f"{archive.path.name}, depth {depth}")
-        row: dict[str, Any] = {"depth": depth}
-        for name, limit in (("seconds", None), ("throttled_seconds", speed)):
-            with archive.loader(depth=depth, memory=0, read_bytes_per_second=limit) as loader:
-                # The index, and the codec's tables, are ready in an engine that serves.
-                start = warm_generate(model, loader, tokens, 1)
-                if start.miss is not None or not start.cached_tokens:
-                    raise NotFoundError(f"session {session!r} cannot be loaded ({start.miss})", archive.path)
-                out["token"] = start.tokens[0]
-                row[name] = _median(repeats, lambda: _warm(model, loader, tokens))
-                if limit is not None:
-                    row["throttled_load_seconds"] = _median(repeats, lambda: _load(loader, tokens))
-                if limit is not None and depth in (1, 3, max(depths)):
-                    spans = warm_generate(model, loader, tokens, 1).cache.stream.timeline.spans
-                    timelines[f"{archive.manifest.quality}, depth {depth}, reads at {speed / 1e6:g} MB/s"] = spans
-        out["depths"].append(row)
-    return out
+    kinds = {"seconds": None, "throttled_seconds": speed, "throttled_load_seconds": speed}
+    with contextlib.ExitStack() as stack:
+        loaders: dict[tuple[int, float | None], Loader] = {}
+        for depth, limit in itertools.product(depths, (None, speed)):
+            # What an engine that serves has ready, the index and the codec's tables, is made here.
+            loader = archive.loader(depth=depth, memory=0, read_bytes_per_second=limit)
+            loaders[depth, limit] = stack.enter_context(loader)
+            start = warm_generate(model, loader, tokens, 1)
+            if start.miss is not None or not start.cached_tokens:
+                raise NotFoundError(f"session {session!r} cannot be loaded ({start.miss})", archive.path)
+            if limit is not None and depth in (1, 3, max(depths)):
+                title = f"{archive.manifest.quality}, depth {depth}, reads at {speed / 1e6:g} MB/s"
+                timelines[title] = warm_generate(model, loader, tokens, 1).cache.stream.timeline.spans
+        times: dict[tuple[int, str], list[float]] = {key: [] for key in itertools.product(depths, kinds)}
+        # Depths take turns, so that what else the machine does falls on all of them.
+        for repeat in range(repeats):
+            progress(f"{archive.path.name}, run {repeat + 1} of {repeats}")
+            for depth, kind in times:
+                run = _load if kind == "throttled_load_seconds" else functools.partial(_warm, model)
+                times[depth, kind].append(run(loaders[depth, kinds[kind]], tokens))
+    rows = [{"depth": depth} | {kind: statistics.median(times[depth, kind]) for kind in kinds} for depth in depths]
+    return {
+        "archive": str(archive.path), "quality": archive.manifest.quality, "depths": rows, "token": start.tokens[0],
+        "shard_bytes": int(archive.shard(session).units["length"].sum()),
+    }  # fmt: skip
 
 
 def _warm(model: Any, loader: Loader, tokens: np.ndarray) -> float:
