@@ -59,19 +59,21 @@ def _load(tables: Any, cumulative: Any) -> None:
 @cuda.jit(device=True)
 def _find(tables: Any, base: Any, symbols: Any, slot: Any) -> Any:
     """The symbol whose slots hold `slot`: the last one that starts at or below it."""
-    found = np.int32(0)
-    half = np.int32(symbols >> 1)
-    while half > 0:
-        if tables[base + found + half] <= slot:
-            found = np.int32(found + half)
-        half = np.int32(half >> 1)
-    return found
+    # Unsigned 32-bit places: a signed one would be looked at for being negative, in twice the instructions.
+    first = np.uint32(base)
+    found = first
+    half = np.uint32(symbols >> 1)
+    while half > np.uint32(0):
+        if tables[np.uint32(found + half)] <= slot:
+            found = np.uint32(found + half)
+        half = np.uint32(half >> np.uint32(1))
+    return np.int32(found - first)
 
 
 @cuda.jit(device=True)
 def _end(tables: Any, base: Any, symbols: Any, symbol: Any) -> Any:
     """Where the slots of a symbol end."""
-    return np.uint32(tables[base + symbol + 1]) if symbol + 1 < symbols else np.uint32(PROB_SCALE)
+    return np.uint32(tables[np.uint32(base + symbol + 1)]) if symbol + 1 < symbols else np.uint32(PROB_SCALE)
 
 
 @cuda.jit(device=True)
@@ -132,7 +134,7 @@ def decode_kernel(
                 if active:
                     slot = np.uint32(state & np.uint32(PROB_SCALE - 1))
                     symbol = _find(tables, base, width, slot)
-                    start = np.uint32(tables[base + symbol])
+                    start = np.uint32(tables[np.uint32(base + symbol)])
                     freq = np.uint32(_end(tables, base, width, symbol) - start)
                     state = np.uint32(freq * np.uint32(state >> np.uint32(12)) + slot - start)
                     symbols[to + first + lane] = np.uint8(symbol)
@@ -196,7 +198,7 @@ def encode_kernel(
                 start, freq = np.uint32(0), np.uint32(1)
                 if active:
                     symbol = np.int32(symbols[line[SYMBOLS] + row * columns + column])
-                    start = np.uint32(tables[base + symbol])
+                    start = np.uint32(tables[np.uint32(base + symbol)])
                     freq = np.uint32(_end(tables, base, width, symbol) - start)
                     impossible = impossible or freq == np.uint32(0)
                     freq = max(freq, np.uint32(1))

@@ -276,6 +276,15 @@ def escapes_kernel(
             escapes[to] = quantized[unit[TOKEN] + token, component]
 
 
+def product(a: Any, b: Any, depth: int) -> Any:
+    """``a[:, :depth] b[:depth]``, a new array."""
+    if not device.is_simulated() and device.has_blas():
+        return a[:, :depth] @ b[:depth]
+    out = device.arrays().zeros((a.shape[0], b.shape[1]), np.float32)
+    add_product(a, b, out, 0, depth, 0)
+    return out
+
+
 def add_product(a: Any, b: Any, out: Any, first: int, depth: int, to: int) -> None:
     """What `product_kernel` does: by cuBLAS on a device that has it."""
     if not device.is_simulated() and device.has_blas():

@@ -145,11 +145,9 @@ class SpectrumDecoder:
             group.order, shared, own
         )  # fmt: skip
         device.mark("coefficients")
-        rows = xp.zeros((len(widths), group.span), np.float32)
         live = max(int(unit.order.live.max(initial=0)) for unit in units)
         need = int(group.reach[live - 1]) if live else 0
-        if need:
-            spectrum.add_product(shared, group.shared, rows, 0, need, 0)
+        rows = spectrum.product(shared, group.shared, need)
         if live > need:
             at = 0
             for basis in group.local:
