@@ -1,6 +1,7 @@
 """Inputs of the golden archives: small sessions cut from real dumps or drawn from a seed, and what is done with them.
 
-Those of the codec ``transform`` are in `benchmarks.golden_transform`.
+Those of the codec ``transform`` are in `benchmarks.golden_transform`, those of predictions in
+`benchmarks.golden_predictions`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.golden_predictions import PREDICTIONS
 from benchmarks.golden_sessions import RealDumps, Shape, drawn, ids
 from benchmarks.golden_steps import Case, Step, append, compress
 from benchmarks.golden_transform import TRANSFORM
@@ -241,4 +243,5 @@ CASES: dict[str, Callable[[RealDumps], Case]] = {
     "037-inline": _inline,
     "038-same": _same,
     **TRANSFORM,
+    **PREDICTIONS,
 }

@@ -138,33 +138,49 @@ def header_of(payload: bytes, tokens: int) -> tuple[int, np.ndarray, np.ndarray]
     return log_step, exact, unpack_nibbles(memoryview(payload)[5 + 2 * count :][: (tokens + 1) // 2], tokens)
 
 
-def units_of(archive: Archive, session: str) -> Iterator[tuple[Segment, np.void]]:
-    """All units that a session has or maps to."""
+def units_of(archive: Archive, session: str) -> Iterator[tuple[Segment, np.void, range]]:
+    """All units whose values stand for a session's, mapped ones first, each with its tokens in the session."""
     shard: Shard = archive.shard(session)
-    yield from ((shard, record) for record in shard.units)
-    for run in shard.runs:
+    for run in shard.exact_runs:
         library: Library = shard.libraries[run["library"]]
-        yield from ((library, record) for record in library.units_of(int(run["node"])))
+        first, last = int(run["session_start"]), int(run["session_start"]) + int(run["length"])
+        for record in library.units_of(int(run["node"])):
+            at = library.position_of(record)
+            mapped = range(max(at, first), min(at + int(record["token_count"]), last))
+            if mapped:
+                yield library, record, mapped
+    for record in shard.units:
+        at = int(record["token_start"])
+        yield shard, record, range(at, at + int(record["token_count"]))
 
 
 def exact_mask(archive: Archive, session: str) -> np.ndarray:
     """Which tokens of which layers are exact: bool ``[L, T]``."""
     shard = archive.shard(session)
     out = np.zeros((len(shard.identity.layers), len(shard.tokens)), bool)
-    for segment, record in units_of(archive, session):
+    for segment, record, tokens in units_of(archive, session):
         layers = slice(int(record["layer"]), int(record["layer"]) + int(record["layer_count"]))
-        at, tokens = segment.position_of(record), int(record["token_count"])
         codec = segment.codec_of(record)
-        if codec.exact:
-            out[layers, at : at + tokens] = True
-        elif codec.codec_id == "transform":
-            exact = at + header_of(segment.checked_payload(record), tokens)[1]
-            out[layers, exact[exact < out.shape[1]]] = True
+        out[layers, tokens.start : tokens.stop] = codec.exact
+        if codec.codec_id == "transform":
+            at = segment.position_of(record)
+            exact = at + header_of(segment.checked_payload(record), int(record["token_count"]))[1]
+            out[layers, exact[(exact >= tokens.start) & (exact < tokens.stop)]] = True
     return out
 
 
-def far_apart(mine: Snapshot, theirs: Snapshot, exact: np.ndarray) -> str | None:
-    """What two decoders' values differ by beyond spec/codecs.md, "Tolerance"; None if nothing."""
+def predicts(archive: Archive, session: str) -> bool:
+    """Whether values of a session build on values that leave decoders a tolerance."""
+    shard = archive.shard(session)
+    return any(bool(record["flags"]) and not shard.codec_of(record).exact for record in shard.units)
+
+
+def far_apart(mine: Snapshot, theirs: Snapshot, exact: np.ndarray, chained: bool = False) -> str | None:
+    """What two decoders' values differ by beyond spec/codecs.md, "Tolerance"; None if nothing.
+
+    `chained` values may differ by one more unit in the last place of their token's largest value, as those that they
+    are predicted from may.
+    """
     if not np.array_equal(mine.tokens, theirs.tokens) or mine.identity.layers != theirs.identity.layers:
         return "tokens or geometry differ"
     beyond, count = 0, 0
@@ -180,15 +196,19 @@ def far_apart(mine: Snapshot, theirs: Snapshot, exact: np.ndarray) -> str | None
             if not same[:, exact[index]].all():
                 return f"layer {index}: an exact token differs"
             x, y = a[:, ~exact[index]].astype(np.float64), b[:, ~exact[index]].astype(np.float64)
-            far = distances(x, y, largest[~exact[index], None], layer.dtype)
+            passed_on = 2.0 ** (1 - SIGNIFICAND[layer.dtype]) if chained else 0.0
+            far = distances(x, y, largest[~exact[index], None], layer.dtype, passed_on)
             if not (far <= 2).all():
                 return f"layer {index}: values differ by {far.max()} units in the last place"
             beyond, count = beyond + int((far > 1).sum()), count + far.size
     return f"{beyond} of {count} values differ by more than one unit" if beyond > count / 1000 else None
 
 
-def distances(x: np.ndarray, y: np.ndarray, largest: np.ndarray, dtype: str) -> Any:
-    """Differences of values ``[H, T, D]`` in units in the last place, float64, less what rounding of sums may add."""
+def distances(x: np.ndarray, y: np.ndarray, largest: np.ndarray, dtype: str, passed_on: float = 0.0) -> Any:
+    """Differences of values ``[H, T, D]`` in units in the last place, float64, less what rounding of sums may add.
+
+    Less also the share `passed_on` of the largest values.
+    """
     magnitude = np.maximum(np.abs(x), np.abs(y))
     unit = 2.0 ** (np.floor(np.log2(np.maximum(magnitude, 2.0**-100))) + 1 - SIGNIFICAND[dtype])
-    return np.maximum(np.abs(x - y) - largest * 2.0**-18, 0) / unit
+    return np.maximum(np.abs(x - y) - largest * (2.0**-18 + passed_on), 0) / unit

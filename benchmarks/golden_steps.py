@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import pltpack
+from benchmarks.near_archives import Builder, Node, Row
+from pltpack.archive import profiles
+from pltpack.archive.sampling import JobSamples, TokenRange
 from pltpack.archive.settings import Target
+from pltpack.codec import registry
 from pltpack.snapshot import Snapshot
 
 #: File name of a case's profile.
@@ -19,7 +25,10 @@ PROFILE = "profile.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One command: ``compress``, ``append`` or ``compact``, its sessions and its options."""
+    """One command: ``compress``, ``append``, ``compact`` or ``place``, its sessions and its options.
+
+    ``place`` writes an archive whose nodes and rows of mapping tables are given, see `_place`.
+    """
 
     command: str
     sessions: tuple[Snapshot, ...] = ()
@@ -43,6 +52,9 @@ class Case:
     profile : bytes or None
         File of the profile. Steps say where it goes: option ``profile`` is ``embedded`` or ``external``; an external
         one is put beside the manifest. Option ``target`` holds the members of `pltpack.archive.settings.Target`.
+    free : bool
+        Readers are held to the archive, but not writers: what predicts what, and how an encoder makes use of it, may
+        change.
     """
 
     title: str
@@ -50,6 +62,7 @@ class Case:
     references: bool = False
     inputs: str | None = None
     profile: bytes | None = None
+    free: bool = False
 
 
 def compress(*sessions: Snapshot, **options: Any) -> Step:
@@ -70,6 +83,8 @@ def run(case: Case, folder: Path) -> None:
                 pltpack.compact(folder)
             elif step.command == "append":
                 pltpack.append(folder, step.sessions, **step.options)
+            elif step.command == "place":
+                _place(case.profile, step, folder)
             elif case.profile is None:
                 pltpack.compress(step.sessions, folder, **step.options)
             else:
@@ -87,6 +102,30 @@ def _with_profile(profile: bytes, step: Step, folder: Path) -> None:
         pltpack.compress(step.sessions, folder, target=target, **options)
     if external:
         (folder / PROFILE).write_bytes(profile)
+
+
+def _place(profile: bytes | None, step: Step, folder: Path) -> None:
+    """Write an archive by hand.
+
+    Options: `codec`, its `config`, `nodes` (session, start, stop), `rows` of each session (start, length, node, start
+    in the node), and for `Builder` `seed`, `unit` and `exact_units`.
+    """
+    options, identity = step.options, step.sessions[0].identity
+    by_name = {snapshot.session: snapshot for snapshot in step.sessions}
+    codec = registry.codec(options["codec"], options["config"])
+    if profile is None:
+        arrays = codec.learn(JobSamples([TokenRange(one, 0, len(one)) for one in step.sessions]), identity)
+    else:
+        with tempfile.TemporaryDirectory() as temp:
+            path = Path(temp) / PROFILE
+            path.write_bytes(profile)
+            arrays, _ = profiles.load(path)
+    nodes = [Node(by_name[name], start, stop) for name, start, stop in options["nodes"]]
+    builder = Builder(folder, codec, arrays, identity, nodes, np.random.default_rng(options["seed"]), options["unit"])
+    for snapshot in step.sessions:
+        rows = [Row(*row) for row in options["rows"].get(snapshot.session, [])]
+        builder.add(snapshot, rows, exact_units=options["exact_units"])
+    builder.finish()
 
 
 @contextlib.contextmanager

@@ -59,6 +59,8 @@ def build(case: Case, folder: Path) -> None:
         "steps": steps,
         "sessions": decoded_digests(folder / "archive"),
     }
+    if case.free:
+        description["free"] = True
     (folder / "case.json").write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
 
 
@@ -74,7 +76,8 @@ def load(folder: Path) -> Case:
         sessions = tuple(open_dumps(paths)) if paths else ()
         steps.append(Step(step["command"], sessions, step["options"]))
     found = profile.read_bytes() if profile.exists() else None
-    return Case(description["title"], steps, description["references"], description["inputs"], found)
+    free = description.get("free", False)
+    return Case(description["title"], steps, description["references"], description["inputs"], found, free)
 
 
 def decoded_digests(archive: Path) -> dict[str, Any]:

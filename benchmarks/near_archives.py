@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from pltpack.archive import embeddings
 from pltpack.archive.files import container_metadata, session_entry
 from pltpack.archive.library import Library
 from pltpack.archive.mapped import reference_values
@@ -71,7 +72,7 @@ class Builder:
         )
         codec.start(arrays, identity)
         self.groups = codec.layer_groups(len(identity.layers))
-        self.minor = 1 if codec.spans else 0
+        self.minor = max(1 if codec.spans else 0, embeddings.least_minor(identity, codec))
         self.expected: dict[str, list[KeyValue]] = {}
         self.entries: list[Any] = []
         self.library = self._library(arrays)
@@ -140,7 +141,8 @@ class Builder:
                     values = reference_values(runs, [self.library], group, start, stop)
                     flagged = self.rng.random() < flags
                     minor = 2 if flagged and len(group) > 1 else minor
-                    out.add(snapshot, group, start, stop, 0, values if flagged else None, tables.NO_NODE, arrays)
+                    out.add(snapshot, group, start, stop, 0, values if flagged else None, tables.NO_NODE, arrays,
+                            near=predicts and flagged)  # fmt: skip
         metadata = {**container_metadata("shard", self.identity, minor), "session": snapshot.session,
                     "libraries": json.dumps([self.file.head_sha256]), "states": "[[0,0]]"}  # fmt: skip
         info = out.commit({"tokens": snapshot.tokens, "map": tables.as_bytes(runs)}, metadata)
@@ -163,12 +165,13 @@ class Builder:
 class _Container:
     def __init__(self, path: Path, codec: Codec) -> None:
         self.codec, self.units = codec, []
-        self._writer = ContainerWriter(path, 1 << 14)
+        self._writer = ContainerWriter(path, 1 << 12)
 
     def add(self, snapshot: Snapshot, group: range, start: int, stop: int, base: int,
-            reference: list[KeyValue] | None, node: int, out: list[KeyValue] | None = None) -> None:  # fmt: skip
+            reference: list[KeyValue] | None, node: int, out: list[KeyValue] | None = None,
+            near: bool = False) -> None:  # fmt: skip
         layers = snapshot.identity.layers[group.start : group.stop]
-        unit = Unit(group.start, layers[0], start, stop - start, 0, layers if self.codec.spans else ())
+        unit = Unit(group.start, layers[0], start, stop - start, 0, layers if self.codec.spans else (), near)
         arrays = [snapshot.layer(layer, start, stop) for layer in group]
         places = [fresh(layer, stop - start) for layer in layers]
         if self.codec.spans:
