@@ -136,11 +136,19 @@ def append(
     near: bool = True,
     window: int = 64,
     tau: float = 0.2,
+    recompute_tokens: int | None = None,
+    library_budget: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Add sessions to an archive as a new generation; the old one stays readable until the new one is committed.
 
-    Parameters are those of `compress`; `quality` and `dedup` default to the archive's own.
+    Parameters are those of `compress`, but that `quality` and `dedup` default to the archive's own, and:
+
+    Parameters
+    ----------
+    recompute_tokens : int, optional
+        Tokens predicted from a node of the library, 1000 to 5000, after which it is looked at whether the mean of all
+        that it served would pay. By default 2000, and never in tiers with a profile, where it does not.
 
     Raises
     ------
@@ -152,7 +160,8 @@ def append(
     with open_for_writing(folder, _own(folder, profile, arrays)) as current:
         manifest = current.manifest
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
-                            arrays, target=target or Target(), near=near, window=window, tau=tau)  # fmt: skip
+                            arrays, target=target or Target(), near=near, window=window, tau=tau,
+                            recompute_tokens=recompute_tokens, library_budget=library_budget)  # fmt: skip
         snapshots = _snapshots(dumps, format, tokens)
         _check_profile(of, snapshots[0])
         GenerationWriter(folder, current, settings, progress or quiet).add(snapshots)

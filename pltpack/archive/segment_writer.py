@@ -19,6 +19,7 @@ from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segments import dumps_json
 from pltpack.archive.sharing import NewNode, Run
 from pltpack.archive.sink import Sink
+from pltpack.codec.base import Unit
 from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, ContainerInfo
 from pltpack.format.manifest import FileEntry
@@ -121,6 +122,21 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
     library = Library(output.folder, written, identity, lambda _: codec_state(codec))
     output.libraries.append(library)
     return library, info
+
+
+def node_bytes(node: NewNode, prepared: Prepared, block: int) -> int:
+    """Bytes of the units that a node will have."""
+    tokens, total = TokenRange(node.owner, node.position, node.stop, node.boundary), 0
+    for layers in prepared.codec.layer_groups(len(node.owner.identity.layers)):
+        for job in split(tokens, layers, block):
+            arrays = [node.owner.layer(layer, job.start, job.stop) for layer in layers]
+            unit = Unit(job.layer, job.geometries[0], job.start, job.stop - job.start, job.boundary)
+            codec = prepared.of(node.owner, job.stop + job.boundary)
+            if codec.spans:
+                total += len(codec.encode_span(dataclasses.replace(unit, layers=job.geometries), arrays))
+            else:
+                total += len(codec.encode(unit, *arrays[0]))
+    return total
 
 
 def _parent(parent: Run | None, others: list[Library]) -> tuple[int, int]:

@@ -15,6 +15,8 @@ TOLERANCE = 0.03
 #: Range of the window in tokens, and of tau.
 WINDOWS = (32, 128)
 TAUS = (0.1, 0.3)
+#: Tokens predicted from a node between two looks at whether it is to be written anew.
+RECOMPUTE_TOKENS, RECOMPUTE_DEFAULT = (1000, 5000), 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,11 @@ class Settings:
         Unit of matching in tokens, 32 to 128: repeats of half of it are found.
     tau : float
         PLT distance, 0.1 to 0.3, up to which windows of other tokens are tried as predictions.
+    recompute_tokens : int or None
+        Tokens predicted from a node of the library, 1000 to 5000, after which it is looked at whether the mean of all
+        that it served would pay. None: 2000, and never in tiers with a profile, where it does not.
+    library_budget : int or None
+        Bytes up to which units go to the library; None for any number.
     """
 
     quality: str
@@ -155,6 +162,8 @@ class Settings:
     near: bool = True
     window: int = 64
     tau: float = 0.2
+    recompute_tokens: int | None = None
+    library_budget: int | None = None
 
     def check(self) -> None:
         """Refuse settings out of range."""
@@ -164,7 +173,19 @@ class Settings:
             raise UnsupportedError(f"window of {self.window} tokens (allowed: {WINDOWS[0]} to {WINDOWS[1]})")
         if not TAUS[0] <= self.tau <= TAUS[1]:
             raise UnsupportedError(f"distance tau of {self.tau:g} (allowed: {TAUS[0]} to {TAUS[1]})")
+        low, high = RECOMPUTE_TOKENS
+        if self.recompute_tokens is not None and not low <= self.recompute_tokens <= high:
+            raise UnsupportedError(f"recompute after {self.recompute_tokens} tokens (allowed: {low} to {high})")
+        if self.library_budget is not None and self.library_budget < 0:
+            raise UnsupportedError(f"a library of {self.library_budget} bytes")
         self.codec()
+
+    @property
+    def recompute(self) -> int | None:
+        """Tokens between two looks at a node; None for never."""
+        if self.recompute_tokens is None and registry.tier(self.quality).calibrated:
+            return None
+        return self.recompute_tokens or RECOMPUTE_DEFAULT
 
     def codec(self, volume: Volume | None = None, scale: float = 1.0) -> Codec:
         """The tier's codec, not started; arguments as of `Target.config`.

@@ -65,6 +65,11 @@ class Text:
 class Trial:
     """Tries matches, in any thread.
 
+    Attributes
+    ----------
+    share : float
+        Layer groups for each one that is tried.
+
     Parameters
     ----------
     prepared : Prepared
@@ -78,7 +83,7 @@ class Trial:
         groups = prepared.codec.layer_groups(layers)
         count = min(len(groups), TRIED_GROUPS)
         self._tried = [groups[i * (len(groups) - 1) // max(count - 1, 1)] for i in range(count)]
-        self._share = len(groups) / count
+        self.share = len(groups) / count
         self._lock = threading.Lock()
         self._sources: collections.OrderedDict[tuple[int, ...], list[KeyValue]] = collections.OrderedDict()
 
@@ -104,7 +109,7 @@ class Trial:
         saved = sum(max(without - size, 0) for size, without in zip(predicted, plain, strict=True))
         promise = Promise(tuple(layers.start for layers in self._tried), tuple(size / count for size in predicted),
                           tuple(size / count for size in plain))  # fmt: skip
-        return promise, saved * self._share
+        return promise, saved * self.share
 
     def plain(self, snapshot: Snapshot, start: int, count: int) -> float:
         """Bytes that a few tokens of a session take as a unit in each layer group."""
@@ -113,7 +118,7 @@ class Trial:
             unit = _unit(snapshot, layers, start, count, len(snapshot) - start - count)
             arrays = [snapshot.layer(layer, start, start + count) for layer in layers]
             size += len(_encode(codec, unit, arrays, None))
-        return size * self._share
+        return size * self.share
 
     def _moved(self, source: Text, layers: range, start: int, count: int, target: int) -> list[KeyValue]:
         """What the source will give once it is decoded, moved to the target's positions."""

@@ -28,6 +28,7 @@ from pltpack.archive.segments import dumps_json
 from pltpack.archive.settings import TOLERANCE, MissedError, Settings, Volume
 from pltpack.archive.sharing import Role, Sharing, prefix_end, run_records, share
 from pltpack.archive.sink import Sink
+from pltpack.archive.upkeep import renewals, with_renewals
 from pltpack.archive.volume import expected
 from pltpack.codec.base import Codec
 from pltpack.codec.profile import Profile
@@ -127,6 +128,9 @@ class GenerationWriter:
         if settings.dedup and settings.near:
             self._progress("match", 0, self._total)
             sharing = add_near(sharing, self._archive, snapshots, settings, place, prepared, pool)
+            if self._archive is not None and settings.recompute is not None:
+                due = renewals(self._archive, sharing, snapshots, settings.recompute, prepared, settings.block, pool)
+                sharing = with_renewals(sharing, due)
             self._expect(snapshots, sharing)
         output = Output(self._folder, identity, settings.block, self._libraries, place, prepared, self._sink, pool,
                         self._advance)  # fmt: skip
