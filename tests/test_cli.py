@@ -32,7 +32,8 @@ class TestCorridor:
     def test_default_quality_is_q4(self, dumps: Path, tmp_path: Path) -> None:
         stats = done_json("compress", dumps, "-o", tmp_path / "a")
         assert stats["quality"] == "q4"
-        assert "balanced with a profile, else q4]" in " ".join(done("compress", "--help").split())
+        rule = "[default: balanced with a profile, fixed-step if it was made of dumps alone, else q4]"
+        assert rule in " ".join(done("compress", "--help").split())
 
     def test_stats_for_people_and_machines_agree(self, dumps: Path, tmp_path: Path) -> None:
         stats = done_json("compress", dumps, "-o", tmp_path / "a", "--quality", "lossless")
