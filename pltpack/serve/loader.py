@@ -133,15 +133,22 @@ class Loader:
         """
         if not hit:
             raise UnsupportedError("there is nothing to load: the look-up found nothing")
-        shard = self._prefixes().sources.get(hit.session)
-        if shard is None or hit.tokens > len(shard.tokens):
-            gone = FormatError("it is not in the archive any more", self.archive.path)
-            raise self._misses.add(hit.session, "missing file", gone)
+        index = self._prefixes()
+        shard = index.sources.get(hit.session)
+        if shard is None or hit.generation != index.generation or hit.tokens > len(shard.tokens):
+            stale = FormatError("the archive has changed since the look-up", self.archive.path)
+            raise self._misses.add(hit.session, "stale", stale)
         destination = _destination(into)
-        destination.begin(self.archive.identity.layers, hit.tokens)
-        report = functools.partial(self._report, hit)
         limit = self._timeout if timeout is None else timeout
-        work = Work(Job(shard, hit.tokens, destination), self._depth, self._workers, limit, report)
+        try:
+            destination.begin(self.archive.identity.layers, hit.tokens)
+            job = Job(shard, hit.tokens, destination)
+            work = Work(job, self._depth, self._workers, limit, functools.partial(self._report, hit))
+        except UnsupportedError:
+            raise
+        except (PltpackError, OSError, MemoryError) as error:
+            # Codecs are started here, from tables that may be damaged and profiles that may be missing.
+            raise self._report(hit, error, ()) from error
         with self._lock:
             if self._closed:
                 raise UnsupportedError("the loader is closed")

@@ -109,9 +109,12 @@ class Work:
         ]
 
     def start(self) -> None:
-        """Start reading."""
-        for thread in self._threads:
-            thread.start()
+        """Start reading; the load fails if the system gives no threads."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self.fail(error)
 
     def _read_all(self, outlet: Channel[_Flight]) -> None:
         try:
@@ -302,8 +305,7 @@ class Work:
         """The miss that a failed load is, counted and logged once."""
         assert self._error is not None
         # Nothing writes to the destination when this returns; a read that hangs may go on alone.
-        if self._threads[-1] is not threading.current_thread():
-            self._threads[-1].join()
+        self._join(self._threads[-1], None)
         with self._lock:
             if self._miss is None:
                 self._miss = self._report(self._error, self._job.destination.touched())
@@ -316,9 +318,13 @@ class Work:
         if self._error is not None:
             self.settle()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(wait)
+            self._join(thread, wait)
         self._buffers.clear()
+
+    def _join(self, thread: threading.Thread, wait: float | None) -> None:
+        # A stream may be dropped by one of these threads, or before all of them could be started.
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(wait)
 
 
 class Stream:
