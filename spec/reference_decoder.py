@@ -47,7 +47,8 @@ from reference_numbers import (
     to_float,
     to_words,
 )
-from reference_transform import Transform, digest_of, find_profile
+from reference_profile import digest_of, find_profile
+from reference_transform import Transform
 from reference_turboquant import TurboQuant
 from reference_xxh3 import xxh3_64
 

@@ -31,6 +31,7 @@ GOLDEN = ROOT / "fixtures" / "golden"
 sys.path.append(str(ROOT / "spec"))
 import reference_decoder  # noqa: E402
 import reference_numbers  # noqa: E402
+import reference_profile  # noqa: E402
 import reference_transform  # noqa: E402
 
 
@@ -261,4 +262,4 @@ def test_predictions_mean_the_same_to_both(shapes, dtype, rank, noise, step, bro
 def test_the_digest_is_the_package_s():
     session = drawn("s", ids(8))
     arrays = drawn_profile(session)
-    assert reference_transform.digest_of(arrays) == digest(arrays)
+    assert reference_profile.digest_of(arrays) == digest(arrays)
