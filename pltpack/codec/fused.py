@@ -1,9 +1,9 @@
 """The group codec's usual rows in registers: low bits, dequantization, rotation and rounding of 16 pairs at once.
 
 A pair of a symbol, channels j and P + j, is also a pair of half-style RoPE, so nothing between the entropy decoder's
-bytes and the bfloat16 words needs memory. Arithmetic is that of `pltpack.codec.dequantize`, operation by operation, which
-also has the path of odd shapes and puts escaped pairs in place. A loop runs over rows of one step and table, so that
-its constants stay in registers; choosing and setting up for each row costs as much as its arithmetic.
+bytes and the bfloat16 words needs memory. Arithmetic is that of `pltpack.codec.dequantize`, operation by operation,
+which also has the path of odd shapes and puts escaped pairs in place. A loop runs over rows of one step and table, so
+that its constants stay in registers; choosing and setting up for each row costs as much as its arithmetic.
 """
 
 from __future__ import annotations
