@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import profiles_common as toy
@@ -12,6 +15,8 @@ import test_group
 import test_lossless
 import test_turboquant
 from gpu_common import bits, decoded, flat
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pltpack.codec import coefficients, delta, levels, quantize, rate, symbols, tokens
 from pltpack.codec.base import LayerSample, Unit
@@ -30,6 +35,7 @@ from pltpack.gpu.spectrum_units import SpectrumDecoder, encode_values
 from pltpack.gpu.sphere_units import SphereDecoder
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry
 
+ROOT = Path(__file__).parents[1]
 ROPE = test_group.ROPE
 PARTIAL = {**ROPE, "dim": 6, "style": "interleaved"}
 
@@ -414,6 +420,42 @@ def test_places_outside_buffers_are_refused(cuda):
             used.decode_units(codec, [Job(payload, unit, ())])
         with pytest.raises(UnsupportedError, match="buffer of uint32"):
             used.decode_units(codec, [Job(payload, unit, backend.places_of((geometry,), 3, words.astype(np.uint32)))])
+
+
+def test_missing_cuda_is_named_with_what_to_install():
+    program = "from pltpack.gpu import backend, device; print(device.missing()); backend.select('cuda')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode == 0:
+        pytest.skip("this machine has CUDA")
+    assert "pip install 'pltpack[cuda12]'" in done.stdout and "UnsupportedError" in done.stderr
+
+
+@pytest.mark.parametrize("quality", ["q3", "lossless", "turboquant"])
+@settings(deadline=None, max_examples=6)
+@given(data=st.data())
+def test_altered_payloads_are_the_same_on_both_sides(cuda, quality, data):
+    if quality == "q3":
+        geometry = LayerGeometry(1, 6, 6, "BF16")
+        codec, _ = test_group.started(geometry, 3)
+        unit, keys, values = test_group.unit_of(geometry, 5, 2)
+    elif quality == "lossless":
+        codec, geometry = lossless("BF16", 1, (3, 2))
+        unit = Unit(0, geometry, 9, 8)
+        keys, values = test_lossless.gaussian(np.random.default_rng(5), 1, 8, (3, 2), "BF16")
+    else:
+        codec, _, geometry = test_turboquant.started(1, 6, 4, "BF16", 3)
+        unit, keys, values = Unit(0, geometry, 2, 5), *(test_turboquant.normal((1, 5, dim), "BF16") for dim in (6, 4))
+    altered = bytearray(codec.encode(unit, keys, values))
+    # Behind the header: most of what a header says is checked before any kernel runs.
+    for _ in range(data.draw(st.integers(1, 2))):
+        altered[data.draw(st.integers(min(30, len(altered) - 1), len(altered) - 1))] ^= data.draw(st.integers(1, 255))
+    found = []
+    for used in (cuda, CpuBackend()):
+        try:
+            found.append(decoded(used, codec, [(bytes(altered), unit, None)], "BF16").tolist())
+        except ValueError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
 
 
 def test_backends_by_name():

@@ -74,7 +74,9 @@ def arrays() -> Any:
     if is_simulated():
         return np
     # Kernels go to CuPy's own stream: waiting for it at each launch, as the array interface asks, would only stall.
-    importlib.import_module("numba.cuda").config.CUDA_ARRAY_INTERFACE_SYNC = False
+    config = importlib.import_module("numba.cuda").config
+    config.CUDA_ARRAY_INTERFACE_SYNC = False
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = False
     return importlib.import_module("cupy")
 
 
