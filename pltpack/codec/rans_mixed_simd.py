@@ -12,8 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from pltpack.codec.rans_ops import I8, I16, I64, Avx2, Avx512, for_each_step, load_states, store_states
-from pltpack.codec.rans_scalar import PROB_BITS, PROB_SCALE, STATE_LOW
-from pltpack.codec.rans_simd import _next_state
+from pltpack.codec.rans_simd import decode_step, next_state
 
 # Partly annotated, depending on the version of numba.
 cgutils: Any = _cgutils
@@ -21,36 +20,15 @@ cgutils: Any = _cgutils
 
 def _emit_decode(ops: Avx512, words: Any, tables: Any, states: Any, row: Any, kinds: Any, columns: Any) -> Any:
     """Emit the decoding of one row; gives the number of bytes read."""
-    builder = ops.builder
     lanes = load_states(ops, states)
-    position = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
+    position = cgutils.alloca_once_value(ops.builder, ir.Constant(I64, 0))
 
     def step(column: Any, active: Any) -> None:
-        for number, slot in enumerate(lanes):
-            first = number * ops.width
-            inside = None if active is None else ops.first_lanes(active, first)
-            target = builder.add(column, ir.Constant(I64, first))
-            old = builder.load(slot)
-            kind = builder.shl(ops.load(kinds, target, I8, inside), ops.splat(PROB_BITS))
-            entry = ops.gather(tables, builder.or_(kind, builder.and_(old, ops.splat(PROB_SCALE - 1))))
-            ops.store(entry, row, target, I8, inside)
-            freq = builder.add(builder.and_(builder.lshr(entry, ops.splat(8)), ops.splat(0xFFF)), ops.splat(1))
-            new = builder.add(
-                builder.mul(freq, builder.lshr(old, ops.splat(PROB_BITS))), builder.lshr(entry, ops.splat(20))
-            )
-            low = builder.icmp_unsigned("<", new, ops.splat(STATE_LOW))
-            if inside is not None:
-                low = builder.and_(low, inside)
-                new = builder.select(inside, new, old)
-            here = builder.load(position)
-            fresh = ops.expand(ops.load(words, here, I16), low)
-            refilled = builder.or_(builder.shl(new, ops.splat(16)), fresh)
-            builder.store(builder.select(low, refilled, new), slot)
-            builder.store(builder.add(here, builder.shl(ops.count(low), ir.Constant(I64, 1))), position)
+        decode_step(ops, words, tables, lanes, position, row, column, active, kinds)
 
-    for_each_step(builder, columns, False, step)
+    for_each_step(ops.builder, columns, False, step)
     store_states(ops, states, lanes)
-    return builder.load(position)
+    return ops.builder.load(position)
 
 
 def _emit_encode(ops: Avx512, words: Any, tables: Any, states: Any, row: Any, kinds: Any, columns: Any) -> Any:
@@ -78,7 +56,7 @@ def _emit_encode(ops: Avx512, words: Any, tables: Any, states: Any, row: Any, ki
             ops.store(ops.compress(old, full), words, here, I16, ops.first_lanes(written, 0))
             builder.store(here, position)
             x = builder.select(full, builder.lshr(old, ops.splat(16)), old)
-            new = _next_state(ops, x, freq, builder.lshr(entry, ops.splat(16)))
+            new = next_state(ops, x, freq, builder.lshr(entry, ops.splat(16)))
             builder.store(new if inside is None else builder.select(inside, new, old), slot)
 
     for_each_step(builder, columns, True, step)

@@ -40,16 +40,22 @@ def kernels() -> list[str]:
     return [name for name, needs in _NEEDS.items() if all(f"+{need}" in enabled for need in needs)]
 
 
-def _decode_step(ops: Avx512, words: Any, table: Any, lanes: list[Any], position: Any, row: Any, column: Any,
-                 active: Any) -> None:  # fmt: skip
-    """Emit one step: 32 symbols of a row to `row`, from the states in `lanes` and the words from `position` on."""
+def decode_step(ops: Avx512, words: Any, tables: Any, lanes: list[Any], position: Any, row: Any, column: Any,
+                active: Any, kinds: Any = None) -> None:  # fmt: skip
+    """Emit one step: 32 symbols of a row to `row`, from the states in `lanes` and the words from `position` on.
+
+    `tables` is the row's table or, with `kinds`, all tables, of which those say each symbol's.
+    """
     builder = ops.builder
     for number, slot in enumerate(lanes):
         first = number * ops.width
         inside = None if active is None else ops.first_lanes(active, first)
-        old = builder.load(slot)
-        entry = ops.gather(table, builder.and_(old, ops.splat(PROB_SCALE - 1)))
         target = builder.add(column, ir.Constant(I64, first))
+        old = builder.load(slot)
+        place = builder.and_(old, ops.splat(PROB_SCALE - 1))
+        if kinds is not None:
+            place = builder.or_(builder.shl(ops.load(kinds, target, I8, inside), ops.splat(PROB_BITS)), place)
+        entry = ops.gather(tables, place)
         ops.store(entry, row, target, I8, inside)
         freq = builder.add(builder.and_(builder.lshr(entry, ops.splat(8)), ops.splat(0xFFF)), ops.splat(1))
         new = builder.add(
@@ -72,14 +78,14 @@ def _emit_decode(ops: Avx512, words: Any, table: Any, states: Any, row: Any, col
     position = cgutils.alloca_once_value(ops.builder, ir.Constant(I64, 0))
 
     def step(column: Any, active: Any) -> None:
-        _decode_step(ops, words, table, lanes, position, row, column, active)
+        decode_step(ops, words, table, lanes, position, row, column, active)
 
     for_each_step(ops.builder, columns, False, step)
     store_states(ops, states, lanes)
     return ops.builder.load(position)
 
 
-def _next_state(ops: Avx512, x: Any, freq: Any, start: Any) -> Any:
+def next_state(ops: Avx512, x: Any, freq: Any, start: Any) -> Any:
     """The state ``x // freq << 12 | start + x % freq`` for quotients below 2**20.
 
     The float32 quotient is meant to be too small: a factor of ``1 - 2**-22`` outweighs its three roundings, of at most
@@ -132,7 +138,7 @@ def _emit_encode(ops: Avx512, symbols: Any, table: Any, states: Any, words: Any,
             builder.store(here, position)
             x = builder.select(full, builder.lshr(old, ops.splat(16)), old)
             start = builder.and_(builder.lshr(entry, ops.splat(16)), ops.splat(PROB_SCALE - 1))
-            new = _next_state(ops, x, freq, start)
+            new = next_state(ops, x, freq, start)
             builder.store(new if inside is None else builder.select(inside, new, old), slot)
 
     for_each_step(builder, columns, True, step)
@@ -215,7 +221,7 @@ def _rows_intrinsic(make_ops: Any, streams: int) -> Any:
 
         def step(column: Any, active: Any) -> None:
             for (words, table, line), slots, position in zip(found, lanes, at, strict=True):
-                _decode_step(ops, words, table, slots, position, line, column, active)
+                decode_step(ops, words, table, slots, position, line, column, active)
 
         for_each_step(builder, columns, False, step)
         builder.store(builder.add(here, one), row)
