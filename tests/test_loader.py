@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import near_common
@@ -27,6 +28,7 @@ from pltpack.serve import stream as stream_module
 from pltpack.serve.centroids import Centroids
 from pltpack.serve.channel import Channel
 from pltpack.serve.pages import LAYOUTS
+from pltpack.serve.staged import Reads
 from pltpack.snapshot import Identity
 
 RNG = np.random.default_rng(3)
@@ -239,6 +241,40 @@ def test_a_load_that_takes_too_long_is_a_miss(path, caplog):
         assert loader.lookup(PREFIX) == hit
         assert not loader_threads()
     assert len(caplog.records) == 1 and "timeout" in caplog.text
+
+
+def test_a_read_that_hangs_does_not_hold_its_caller(path, monkeypatch):
+    hang = threading.Event()
+    monkeypatch.setattr(Reads, "read", lambda *_: hang.wait(30))
+    try:
+        with pltpack.open(path) as archive:
+            loader = archive.loader(timeout=0.1)
+            begin = time.monotonic()
+            with pytest.raises(MissError, match="timeout"):
+                loader.load(loader.lookup(PREFIX))
+            assert time.monotonic() - begin < 5
+            hang.set()
+    finally:
+        hang.set()
+    deadline = time.monotonic() + 5
+    while loader_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not loader_threads()
+
+
+def test_loads_side_by_side(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader(depth=2, memory=1 << 16)
+        prompts = [PREFIX + tail for tail in TAILS]
+
+        def work(index: int) -> bool:
+            hit = loader.lookup(prompts[index % 3])
+            return same(loader.load(hit), archive.snapshot(hit.session), hit.tokens)
+
+        with ThreadPoolExecutor(6) as pool:
+            assert all(pool.map(work, range(60)))
+        assert loader.misses == {}
+    assert not loader_threads()
 
 
 def test_cancelling_wakes_who_waits(path):

@@ -311,7 +311,7 @@ class Work:
                 self._miss = self._report(self._error, self._job.destination.touched())
             return self._miss
 
-    def close(self, wait: float | None = 5.0) -> None:
+    def close(self, wait: float | None = 1.0) -> None:
         """End the load if it is not complete, and wait for its threads."""
         if not self.complete:
             self.fail(Cancelled("the load was cancelled"))
