@@ -89,6 +89,9 @@ class Archives:
         for number, archive in enumerate((self.archives[0], *self.archives[-3:])):
             self.sessions.append(folder / f"{number}.pltsession")
             pltpack.export_session(archive, "s1" if number else "s0", self.sessions[-1])
+        # Loops are compiled here: in a case that would take long, deaf to its alarm.
+        for archive in self.archives:
+            use_archive(archive)
 
     def manifest(self, rng: random.Random, work: Path) -> None:
         """Raw mutations of MANIFEST.json."""

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pltpack.errors import FormatError, UnsupportedError
-from pltpack.format import durable, json_text
+from pltpack.format import durable
+from pltpack.format.header import DTYPES, parse_header
 
 #: Longest header, as in safetensors.
 MAX_HEADER_BYTES = 100_000_000
@@ -33,10 +34,7 @@ MINOR_GROUPS = 1
 #: Minor version from which on shards may map tokens to other tokens or positions, as predictions of their own units.
 MINOR_PREDICTIONS = 2
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "U8": np.dtype("u1"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8"),
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class GoneError(FormatError):
@@ -236,7 +234,7 @@ class Container:
         self.tables: dict[str, np.ndarray] = {}
         for name, (dtype, shape, first, last) in entries.items():
             if name not in (PAYLOAD, "padding"):
-                self.tables[name] = np.frombuffer(tail[first - end : last - end], _DTYPES[dtype]).reshape(shape)
+                self.tables[name] = np.frombuffer(tail[first - end : last - end], DTYPES[dtype]).reshape(shape)
 
     def _read(self, offset: int, length: int) -> bytes:
         if self._reopen_as is None:
@@ -333,7 +331,7 @@ class Container:
             If it is missing or has another dtype or rank.
         """
         array = self.tables.get(name)
-        if array is None or array.dtype != _DTYPES[dtype] or array.ndim != 1:
+        if array is None or array.dtype != DTYPES[dtype] or array.ndim != 1:
             raise FormatError(f"tensor {name!r} is missing or malformed", self.path)
         return array
 
@@ -358,65 +356,3 @@ def _open(path: Path) -> int:
 def _inode(fd: int) -> tuple[int, int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino, status.st_size
-
-
-Entry = tuple[str, tuple[int, ...], int, int]
-
-
-def parse_header(data: bytes, data_bytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Parse and check a container's JSON header.
-
-    Parameters
-    ----------
-    data : bytes
-        The header, padding included.
-    data_bytes : int
-        Bytes that follow it in the file.
-
-    Returns
-    -------
-    entries : dict
-        Tensor name to ``(dtype, shape, begin, end)``; together they cover the data without holes or overlaps.
-    metadata : dict of str to str
-
-    Raises
-    ------
-    FormatError
-        For anything else.
-    """
-    if data[:1] != b"{":
-        raise FormatError("header is not a JSON object", path)
-    try:
-        header = json_text.parse(data)
-    except ValueError:
-        raise FormatError("header is not valid JSON", path) from None
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise FormatError("metadata is not a mapping of strings", path)
-    entries: dict[str, Entry] = {}
-    for name, entry in header.items():
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise FormatError(f"tensor {name!r} has a malformed entry", path)
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise FormatError(f"tensor {name!r} has a dtype that containers do not use", path)
-        if not (_naturals(shape) and len(shape) <= 2 and _naturals(offsets) and len(offsets) == 2):
-            raise FormatError(f"tensor {name!r} has a malformed shape or offsets", path)
-        count = 1
-        for side in shape:
-            count *= side
-        if offsets[1] - offsets[0] != count * _DTYPES[dtype].itemsize or offsets[1] > data_bytes:
-            raise FormatError(f"tensor {name!r} does not fit its offsets", path)
-        entries[name] = (dtype, tuple(shape), offsets[0], offsets[1])
-    end = 0
-    for _, _, first, last in sorted(entries.values(), key=lambda e: (e[2], e[3])):
-        if first != end:
-            raise FormatError("tensors overlap or leave holes", path)
-        end = last
-    if end != data_bytes:
-        raise FormatError("tensors do not cover the file", path)
-    return entries, metadata
-
-
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
