@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from pltpack.archive.draft import KERNEL_NOISE, token_error
 from pltpack.archive.encoding import in_order
 from pltpack.archive.files import container_metadata, header_reserve
@@ -19,6 +21,7 @@ from pltpack.archive.places import CodecPlace
 from pltpack.archive.prepared import Prepared
 from pltpack.archive.promotion import Candidate, promote, worth
 from pltpack.archive.reader import Archive
+from pltpack.archive.roots import Roots
 from pltpack.archive.settings import Settings
 from pltpack.archive.sharing import Role, Sharing, prefix_end
 from pltpack.archive.similar import similar_matches
@@ -74,6 +77,10 @@ def add_near(
     # Matches of one source follow each other, so that it is decoded once.
     matches = sorted(_matches(texts, snapshots, settings), key=lambda match: (match.source, match.source_start))
     tried = [candidate for candidate in in_order(attempt, matches, pool) if candidate.gain > 0]
+    if isinstance(place.codec, TransformCodec):
+        roots = Roots(range(first, len(texts)), lambda text: _steps(prepared, snapshots[text - first]),
+                      lambda turned: in_order(attempt, turned, pool))  # fmt: skip
+        tried = roots.choose(tried)
 
     def weigh(match: Match) -> Candidate:
         snapshot, source = snapshots[match.session - first], texts[match.source]
@@ -102,20 +109,25 @@ def _refine(sharing: Sharing, snapshots: Sequence[Snapshot], prepared: Prepared)
     for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
         for run in runs:
             if run.role is Role.NEAR and run.library is None:
-                codec = prepared.of(snapshot, len(snapshot))
-                assert isinstance(codec, TransformCodec)
-                wanted.append(
-                    (sharing.nodes[run.node], run.node_start, codec.token_steps[run.session_start : run.stop])
-                )
+                steps = _steps(prepared, snapshot)[run.session_start : run.stop]
+                wanted.append((sharing.nodes[run.node], run.node_start, steps))
     # All steps are asked for before any is refined: a session's own are not finer for what it serves.
     for node, start, steps in wanted:
         prepared.refine(node.owner, node.stop + node.boundary, node.position + start, steps)
 
 
+def _steps(prepared: Prepared, snapshot: Snapshot) -> np.ndarray:
+    """Steps of a session's tokens, by a codec that has some."""
+    codec = prepared.of(snapshot, len(snapshot))
+    assert isinstance(codec, TransformCodec)
+    return codec.token_steps
+
+
 def _texts(sharing: Sharing, libraries: Sequence[Library], snapshots: Sequence[Snapshot]) -> list[Text]:
     """Nodes of the library, those to be written, and the new sessions."""
     texts = []
-    for library in libraries:
+    # Of nodes with equal tokens the newest predicts: it may be the mean of what the others served.
+    for library in reversed(libraries):
         for index, node in enumerate(library.nodes):
             offset = int(node["token_offset"])
             tokens, salt = library.tokens[offset : offset + int(node["length"])], library.salts[node["tenant"]]

@@ -129,7 +129,8 @@ def _grown(ranges: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]], 
     return out
 
 
-def _by_source(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
+def by_source(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
+    """Candidates of each source, sources ascending."""
     out: dict[int, list[Candidate]] = {}
     for candidate in candidates:
         out.setdefault(candidate.match.source, []).append(candidate)
@@ -152,10 +153,10 @@ def worth(candidates: Sequence[Candidate], sessions: range, node_bytes: int, fix
     free = [c for c in candidates if c.match.source not in sessions]
     paying: list[Candidate] = []
     total = 0.0
-    for mine in _by_source(c for c in candidates if c.match.source in sessions).values():
+    for mine in by_source(c for c in candidates if c.match.source in sessions).values():
         for exact in (True, False):
             same = [c for c in mine if (c.promise is None) == exact]
-            for group in _connected(same):
+            for group in connected(same):
                 start = min(c.match.source_start for c in group)
                 stop = max(c.match.source_start + c.match.length for c in group)
                 net = sum(c.gain for c in group) - len(Intervals(group).all) * node_bytes - 4 * (stop - start)
@@ -165,7 +166,7 @@ def worth(candidates: Sequence[Candidate], sessions: range, node_bytes: int, fix
     return free + paying if total > fixed else free
 
 
-def _connected(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+def connected(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
     """Candidates by what their sources merge to."""
     out: list[list[Candidate]] = []
     end = -1
@@ -199,7 +200,7 @@ def promote(
         match = candidate.match
         taken[match.session - first].append((match.start, match.start + match.length))
     nodes, runs = list(sharing.nodes), [list(rows) for rows in sharing.runs]
-    for source, mine in _by_source(kept).items():
+    for source, mine in by_source(kept).items():
         if source < first:
             for candidate in mine:
                 runs[candidate.match.session - first].append(_row(candidate, texts[source], None, 0))
