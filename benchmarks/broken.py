@@ -24,6 +24,7 @@ Recipe = Callable[[Surgery], Any]
 BASES = {
     "lossless": "034-small-lossless", "group": "035-small-q4", "turboquant": "036-small-turboquant-2",
     "symbols": "006-lossless-bf16", "transform": "047-small-transform",
+    "near-lossless": "048-near-lossless", "near-group": "050-near-q4", "near-transform": "052-near-transform",
 }  # fmt: skip
 #: Recipe name -> (base, what breaks it).
 RECIPES: dict[str, tuple[str, Recipe]] = {}
@@ -49,8 +50,8 @@ def recipe(name: str, base: str = "lossless") -> Callable[[Recipe], Recipe]:
 
 def load_recipes() -> dict[str, tuple[str, Recipe]]:
     """All recipes."""
-    for module in ("broken_manifest", "broken_files", "broken_tables", "broken_predictions", "broken_transform"):
-        importlib.import_module(f"benchmarks.{module}")
+    for part in ("manifest", "files", "tables", "predictions", "transform", "near"):
+        importlib.import_module(f"benchmarks.broken_{part}")
     return RECIPES
 
 
