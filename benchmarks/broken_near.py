@@ -37,7 +37,7 @@ def _unreferenced(name: str, base: str, mode: int) -> None:
         part.table("unit.index")["flags"][index] = 0
 
 
-# --- lossless, mode "predicted": u8 mode, u32 escapes, stream, low bytes and frame; then frame, escapes, stream, low ---
+# --- lossless, mode "predicted": u8 mode, u32 escapes, stream, low bytes, frame; then frame, escapes, stream, low -----
 
 
 def _predicted(name: str, change: Change) -> None:
