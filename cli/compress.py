@@ -11,6 +11,7 @@ from pltpack_cli.options import (
     PATH,
     TIER,
     archive_argument,
+    budget_option,
     dump_options,
     dumps_argument,
     json_option,
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from pltpack.archive.settings import Target
 
 
+_admitted = budget_option("Units that may go to the library; those that share most per byte do. [default: no limit]")
+
+
 @click.command(short_help="Dumps in, a new archive out.")
 @dumps_argument
 @click.option("-o", "--output", type=PATH, required=True, metavar="ARCHIVE", help="Archive to write; must not exist.")
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 @target_options
 @no_dedup_option
 @near_options
+@_admitted
 @click.option("--block", type=click.IntRange(min=1), default=32, show_default=True, metavar="TOKENS",
               help="Tokens per block, the unit of sharing and paging; 16 to 32 are recommended.")  # fmt: skip
 @dump_options
@@ -46,7 +51,8 @@ if TYPE_CHECKING:
 def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
     target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool,
-    window: int, tau: float, block: int, format_: str | None, tokens: Path | None, device: str, as_json: bool,
+    window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
+    device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
@@ -70,7 +76,7 @@ def compress(
         stats = pltpack.compress(
             dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
             profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
-            near=not no_near, window=window, tau=tau, progress=progress,
+            near=not no_near, window=window, tau=tau, library_budget=library_budget, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, output)
 
@@ -84,12 +90,17 @@ def compress(
 @target_options
 @no_dedup_option
 @near_options
+@_admitted
+@click.option("--recompute-tokens", type=click.IntRange(1000, 5000), metavar="TOKENS",
+              help="Tokens predicted from a part of the library, after which it is looked at whether the mean of all "
+              "that it served would pay. [default: 2000, never in tiers with a profile]")  # fmt: skip
 @dump_options
 @json_option
 def append(
     archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
     target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
-    tau: float, format_: str | None, tokens: Path | None, as_json: bool,
+    tau: float, library_budget: int | None, recompute_tokens: int | None, format_: str | None, tokens: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
@@ -98,7 +109,7 @@ def append(
         stats = pltpack.append(
             archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_, tokens=tokens,
             profile=profile, target=_target(target_kl, target_bits, target_bytes), near=not no_near,
-            window=window, tau=tau, progress=progress,
+            window=window, tau=tau, recompute_tokens=recompute_tokens, library_budget=library_budget, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)
 

@@ -77,11 +77,16 @@ no_dedup_option = click.option(
 def near_options(command: Decorated) -> Decorated:
     """How sessions are predicted from equal tokens at other places: ``--no-near``, ``--window`` and ``--tau``."""
     command = click.option("--tau", type=click.FloatRange(0.1, 0.3), default=0.2, show_default=True, metavar="BITS",
-                           help="Distance up to which windows of other tokens are tried as predictions.")(command)  # fmt: skip
+                           help="Distance up to which windows of other tokens are tried.")(command)  # fmt: skip
     command = click.option("--window", type=click.IntRange(32, 128), default=64, show_default=True, metavar="TOKENS",
                            help="Unit of matching: repeats of half of it are found.")(command)  # fmt: skip
     return click.option("--no-near", is_flag=True,
                         help="Share equal prefixes only, nothing at other places.")(command)  # fmt: skip
+
+
+def budget_option(help_text: str) -> Callable[[Decorated], Decorated]:
+    """``--library-budget``, which says something else to each command."""
+    return click.option("--library-budget", type=click.IntRange(min=0), metavar="BYTES", help=help_text)
 
 
 def dump_options(command: Decorated) -> Decorated:

@@ -61,6 +61,7 @@ def compress(
     near: bool = True,
     window: int = 64,
     tau: float = 0.2,
+    library_budget: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive, which appears whole or not at all.
@@ -94,13 +95,16 @@ def compress(
         Unit of matching in tokens, 32 to 128: repeats of half of it are found.
     tau : float
         Distance, 0.1 to 0.3, up to which windows of other tokens are tried as predictions.
+    library_budget : int, optional
+        Bytes of units that may be shared: those that share most of the sessions' information per byte are, the others
+        stay in their sessions.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
     Returns
     -------
     dict
-        See `pltpack.archive.stats.archive_stats`.
+        See `pltpack.archive.stats.archive_stats` and `pltpack.archive.writer.GenerationWriter.report`.
 
     Raises
     ------
@@ -112,15 +116,16 @@ def compress(
     arrays, of = _profile(profile, external_profile)
     chosen = quality or _default_quality(arrays, of)
     settings = Settings(chosen, dedup, block, arrays, external_profile is not None, target or Target(), near, window,
-                        tau)  # fmt: skip
+                        tau, library_budget=library_budget)  # fmt: skip
     settings.check()
     place = new_target(out)
     snapshots = _snapshots(dumps, format, tokens)
     _check_profile(of, snapshots[0])
     with new_archive(place) as folder:
-        GenerationWriter(folder, None, settings, progress or quiet).add(snapshots)
+        writer = GenerationWriter(folder, None, settings, progress or quiet)
+        writer.add(snapshots)
     with Archive(place, profile=external_profile) as archive:
-        return archive.stats()
+        return {**archive.stats(), **writer.report}
 
 
 def append(
@@ -164,9 +169,10 @@ def append(
                             recompute_tokens=recompute_tokens, library_budget=library_budget)  # fmt: skip
         snapshots = _snapshots(dumps, format, tokens)
         _check_profile(of, snapshots[0])
-        GenerationWriter(folder, current, settings, progress or quiet).add(snapshots)
+        writer = GenerationWriter(folder, current, settings, progress or quiet)
+        writer.add(snapshots)
     with Archive(folder) as updated:
-        return updated.stats()
+        return {**updated.stats(), **writer.report}
 
 
 def _profile(

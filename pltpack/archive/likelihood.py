@@ -52,8 +52,23 @@ class Read(NamedTuple):
         return cls(snapshot.tokens, snapshot.identity.salt, *captured_probabilities(snapshot))
 
 
-def likelihoods(sessions: Sequence[Read]) -> tuple[list[np.ndarray], int]:
-    """P of each session's tokens given those before, float64 ``[T]`` each, and how many were captured."""
+def likelihoods(
+    sessions: Sequence[Read], counted: Sequence[tuple[np.ndarray, object]] | None = None
+) -> tuple[list[np.ndarray], int]:
+    """P of each session's tokens given those before, and how many were captured.
+
+    Parameters
+    ----------
+    sessions : sequence of Read
+    counted : sequence of (ndarray, salt), optional
+        Token ids ``[T]`` that the estimate counts, tenant by tenant, instead of the sessions.
+
+    Returns
+    -------
+    list of ndarray
+        Float64 ``[T]`` each.
+    int
+    """
     out: list[np.ndarray] = [np.empty(0)] * len(sessions)
     captured = 0
     # Tenants learn nothing from each other.
@@ -61,9 +76,10 @@ def likelihoods(sessions: Sequence[Read]) -> tuple[list[np.ndarray], int]:
         mine = [index for index, session in enumerate(sessions) if session.salt == salt]
         texts = [sessions[index].tokens for index in mine]
         vocabulary = 1 + max((int(tokens.max()) for tokens in texts if len(tokens)), default=0)
-        starts = np.cumsum([0, *map(len, texts)])
-        counted = [tokens[: max(0, ESTIMATE_TOKENS - at)] for tokens, at in zip(texts, starts.tolist(), strict=False)]
-        estimate = KneserNey(counted, ORDER, vocabulary)
+        learnt = texts if counted is None else [tokens for tokens, of in counted if of == salt]
+        starts = np.cumsum([0, *map(len, learnt)])
+        learnt = [tokens[: max(0, ESTIMATE_TOKENS - at)] for tokens, at in zip(learnt, starts.tolist(), strict=False)]
+        estimate = KneserNey(learnt, ORDER, vocabulary)
         estimated = [estimate.probabilities(tokens) for tokens in texts]
         # Of a tail, a token has the share that the estimate gives it.
         own = [np.where(sessions[index].in_tail, sessions[index].captured * p, sessions[index].captured)

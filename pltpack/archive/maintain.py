@@ -8,31 +8,47 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from pltpack.archive.budget import evictions
 from pltpack.archive.create import PathLike, open_for_writing, quiet
 from pltpack.archive.encoding import Progress
 from pltpack.archive.files import next_library, shard_path
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
+from pltpack.errors import UnsupportedError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, SHARD_NAME, SHARDS, Manifest
 
 _TEMP = re.compile(re.escape(durable.TEMP_PREFIX) + r"[0-9a-f]{16}")
 
 
-def compact(archive: PathLike, progress: Progress | None = None) -> dict[str, Any]:
+def compact(
+    archive: PathLike, progress: Progress | None = None, *, library_budget: int | None = None
+) -> dict[str, Any]:
     """Merge all library segments into one, drop what no session uses, then collect garbage.
 
     Units are copied as they are. Readers that have the archive open keep their generation's open files.
 
+    Parameters
+    ----------
+    archive : path-like
+    progress : callable, optional
+    library_budget : int, optional
+        Bytes up to which units stay in the library: those of the nodes that share least go to the shards that use
+        them, but for what sessions are predicted from.
+
     Returns
     -------
     dict
-        The new statistics, and ``removed``: the files that were deleted.
+        The new statistics, and ``removed``: the files that were deleted; with a budget ``eviction``, see
+        `pltpack.archive.budget.Evictions`.
     """
+    if library_budget is not None and library_budget < 0:
+        raise UnsupportedError(f"a library of {library_budget} bytes")
     folder = Path(archive)
     tell = progress or quiet
     with open_for_writing(folder) as current:
-        merger = Merger(current, current.sessions)
+        leaving = None if library_budget is None else evictions(current, library_budget)
+        merger = Merger(current, current.sessions, evicted=leaving.nodes if leaving is not None else frozenset())
         total, done = merger.payload_bytes, 0
 
         def advance(size: int) -> None:
@@ -51,7 +67,8 @@ def compact(archive: PathLike, progress: Progress | None = None) -> dict[str, An
         manifest.commit(folder)
         removed = _collect(folder, manifest)
     with Archive(folder) as updated:
-        return {**updated.stats(), "removed": removed}
+        found = {**updated.stats(), "removed": removed}
+    return found if leaving is None else {**found, "eviction": leaving.report}
 
 
 def gc(archive: PathLike) -> list[str]:

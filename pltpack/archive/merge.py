@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 
 import numpy as np
 
+from pltpack.archive.budget import NodeKey, parent_of
 from pltpack.archive.captured import kept_tensors
 from pltpack.archive.embeddings import merged_minor
 from pltpack.archive.files import container_metadata, header_reserve, session_entry
@@ -21,8 +22,6 @@ from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, ContainerWriter
 from pltpack.format.manifest import FileEntry, SessionEntry
 
-NodeKey = tuple[int, int]
-
 
 class Merger:
     """Collects the nodes and codec states that some sessions use, and writes them and the sessions anew.
@@ -33,13 +32,17 @@ class Merger:
     sessions : sequence of str
     embed : bool
         Take in profiles that the archive refers to.
+    evicted : set of (int, int)
+        Segment number and node: what is left out of the library, its units going to the shards that map to it
+        (`pltpack.archive.budget.evictions` says what can be).
     """
 
-    def __init__(self, archive: Archive, sessions: Sequence[str], embed: bool = False) -> None:
-        self._archive, self._embed = archive, embed
+    def __init__(
+        self, archive: Archive, sessions: Sequence[str], embed: bool = False, evicted: Set[NodeKey] = frozenset()
+    ) -> None:
+        self._archive, self._embed, self._evicted = archive, embed, evicted
         self._shards = [archive.shard(name) for name in sessions]
         self._number = {id(library): index for index, library in enumerate(archive.libraries)}
-        self._by_digest = {library.entry.head_sha256: library for library in archive.libraries}
         self._states: list[tuple[dict[str, object], np.ndarray]] = []
         self._state_index: dict[tuple[int, int], int] = {}
         self._nodes: dict[NodeKey, int] = {}
@@ -82,23 +85,14 @@ class Merger:
         key = (self._number[id(library)], index)
         if key in self._nodes:
             return
-        parent = self._parent(library, index)
-        if parent is not None:
-            self._node(self._archive.libraries[parent[0]], parent[1])
         for state in np.unique(library.units_of(index)["state"]):
             self._state(library, int(state))
+        if key in self._evicted:
+            return
+        parent = parent_of(self._archive, key)
+        if parent is not None:
+            self._node(self._archive.libraries[parent[0]], parent[1])
         self._nodes[key] = len(self._nodes)
-
-    def _parent(self, library: Library, index: int) -> NodeKey | None:
-        node = library.nodes[index]
-        if node["parent"] == tables.NO_NODE:
-            return None
-        if node["parent_library"] == 0:
-            return self._number[id(library)], int(node["parent"])
-        other = self._by_digest.get(library.others[node["parent_library"] - 1])
-        if other is None or node["parent"] >= len(other.nodes):
-            return None
-        return self._number[id(other)], int(node["parent"])
 
     def _codecs(self) -> Iterator[tuple[Codec, int]]:
         for number, state in self._state_index:
@@ -127,15 +121,16 @@ class Merger:
             offset = 0
             for library, index in used:
                 old = library.nodes[index].copy()
-                records = _copy(container, library, library.units_of(index), progress)
+                records = library.units_of(index).copy()
+                _copy(container, [(library, record) for record in records], progress)
                 records["node"] = len(nodes)
                 records["state"] = [self._state(library, int(s)) for s in records["state"]]
-                parent = self._parent(library, index)
+                parent = parent_of(self._archive, (self._number[id(library)], index))
                 first = sum(len(u) for u in units)
                 start = int(old["token_offset"])
                 tokens.append(library.tokens[start : start + int(old["length"])])
                 old["token_offset"], old["first_unit"], old["parent_library"] = offset, first, 0
-                old["parent"] = tables.NO_NODE if parent is None else self._nodes[parent]
+                old["parent"] = tables.NO_NODE if parent is None else self._nodes.get(parent, tables.NO_NODE)
                 old["tenant"] = salts.index(library.salts[old["tenant"]])
                 offset += int(old["length"])
                 nodes.append(old)
@@ -157,8 +152,10 @@ class Merger:
         self, shard: Shard, path: Path, library: FileEntry, progress: Callable[[int], None]
     ) -> SessionEntry:
         """Write a session's shard so that it refers to the merged segment."""
-        states = sorted({self._state(shard.libraries[lib], state) for lib, state in shard.states})
-        groups = _grouped(shard.units) or any("profile" in self._states[state][0] for state in states)
+        units, stored = self._units(shard)
+        own = {self._state(shard.libraries[lib], state) for lib, state in shard.states}
+        states = sorted(own | set(units["state"].tolist()))
+        groups = _grouped(units) or any("profile" in self._states[state][0] for state in states)
         minor = MINOR_PREDICTIONS if shard.has_predictions else MINOR_GROUPS if groups else 0
         metadata = {
             **container_metadata("shard", self._archive.identity, minor),
@@ -170,19 +167,17 @@ class Merger:
             metadata["salt"] = shard.entry.salt
         container = ContainerWriter(path, header_reserve(metadata))
         try:
-            records = _copy(container, shard, shard.units, progress)
-            renumbered = [states.index(self._state(shard.libraries[lib], state)) for lib, state in shard.states]
-            records["state"] = [renumbered[s] for s in records["state"]]
-            runs = shard.runs.copy()
-            runs["node"] = [
-                self._nodes[self._number[id(shard.libraries[r["library"]])], int(r["node"])] for r in shard.runs
-            ]
+            _copy(container, stored, progress)
+            units["offset"] = [record["offset"] for _, record in stored]
+            units["state"] = np.searchsorted(states, units["state"])
+            runs = shard.runs[~self._gone(shard)]
+            runs["node"] = [self._nodes[self._key(shard, row)] for row in runs]
             runs["library"] = 0
             info = container.commit(
                 {
                     "tokens": shard.tokens,
                     "map": tables.as_bytes(runs),
-                    "unit.index": tables.as_bytes(records),
+                    "unit.index": tables.as_bytes(units),
                     **kept_tensors(shard),
                 },
                 metadata,
@@ -190,6 +185,34 @@ class Merger:
         finally:
             container.abort()
         return session_entry(path, info, shard.entry.session, len(shard.tokens), shard.entry.salt)
+
+    def _key(self, shard: Shard, row: np.void) -> NodeKey:
+        return self._number[id(shard.libraries[row["library"]])], int(row["node"])
+
+    def _gone(self, shard: Shard) -> np.ndarray:
+        """Which mapping rows lead to nodes that are left out."""
+        return np.array([self._key(shard, row) in self._evicted for row in shard.runs], bool)
+
+    def _units(self, shard: Shard) -> tuple[np.ndarray, list[tuple[Segment, np.void]]]:
+        """A shard's new unit records, states numbered as in the merged segment, and where their payloads are."""
+        parts, stored = [shard.units.copy()], [(shard, record) for record in shard.units.copy()]
+        own = [self._state(shard.libraries[lib], state) for lib, state in shard.states]
+        parts[0]["state"] = [own[state] for state in shard.units["state"]]
+        found: list[tuple[Segment, np.void]] = list(stored)
+        for row in shard.runs[self._gone(shard)]:
+            library = shard.libraries[row["library"]]
+            units = library.units_of(int(row["node"]))
+            starts = units["token_start"].astype(np.int64) - int(row["node_start"])
+            units, starts = (x[(starts >= 0) & (starts < int(row["length"]))] for x in (units, starts))
+            found += [(library, record) for record in units.copy()]
+            moved = units.copy()
+            moved["token_start"] = starts + int(row["session_start"])
+            moved["state"] = [self._state(library, int(state)) for state in units["state"]]
+            moved["node"] = tables.NO_NODE
+            parts.append(moved)
+        joined = np.concatenate(parts)
+        order = np.lexsort((joined["token_start"], joined["layer"]))
+        return joined[order], [found[index] for index in order.tolist()]
 
     @property
     def shards(self) -> list[Shard]:
@@ -200,7 +223,7 @@ class Merger:
     def payload_bytes(self) -> int:
         """Payload bytes that will be copied."""
         nodes = sum(int(self._archive.libraries[lib].units_of(n)["length"].sum()) for lib, n in self._nodes)
-        return nodes + sum(shard.container.payload_bytes for shard in self._shards)
+        return nodes + sum(int(self._units(shard)[0]["length"].sum()) for shard in self._shards)
 
 
 def _grouped(units: np.ndarray) -> bool:
@@ -208,11 +231,10 @@ def _grouped(units: np.ndarray) -> bool:
 
 
 def _copy(
-    container: ContainerWriter, segment: Segment, units: np.ndarray, progress: Callable[[int], None]
-) -> np.ndarray:
-    records = units.copy()
-    for record in records:
+    container: ContainerWriter, units: Sequence[tuple[Segment, np.void]], progress: Callable[[int], None]
+) -> None:
+    """Append units' payloads in order; their records get the new offsets."""
+    for segment, record in units:
         payload = segment.checked_payload(record)
         record["offset"] = container.append(payload)
         progress(len(payload))
-    return records

@@ -10,9 +10,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from pltpack.archive.budget import admit
 from pltpack.archive.captured import shard_tensors
 from pltpack.archive.draft import Draft
 from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, write_all
@@ -55,11 +57,19 @@ class GenerationWriter:
     settings : Settings
     progress : callable
         Told ``(stage, raw bytes done, raw bytes in all)``.
+
+    Attributes
+    ----------
+    report : dict
+        What was written besides what the archive's statistics say: with a budget ``admission``, see
+        `pltpack.archive.budget.admit`; ``recomputed``, a list of the nodes that were written anew: ``tokens``,
+        ``sessions`` (of which they are the mean), ``predicted_tokens`` (what the old node had predicted).
     """
 
     def __init__(self, folder: Path, archive: Archive | None, settings: Settings, progress: Progress) -> None:
         settings.check()
         self._folder, self._archive, self._settings, self._progress = folder, archive, settings, progress
+        self.report: dict[str, Any] = {}
         self._libraries: list[Library] = list(archive.libraries) if archive else []
         self._opened: Library | None = None
         self._paths: set[Path] = set()
@@ -128,10 +138,8 @@ class GenerationWriter:
         if settings.dedup and settings.near:
             self._progress("match", 0, self._total)
             sharing = add_near(sharing, self._archive, snapshots, settings, place, prepared, pool)
-            if self._archive is not None and settings.recompute is not None:
-                due = renewals(self._archive, sharing, snapshots, settings.recompute, prepared, settings.block, pool)
-                sharing = with_renewals(sharing, due)
-            self._expect(snapshots, sharing)
+        sharing = self._upkeep(sharing, snapshots, prepared, pool)
+        self._expect(snapshots, sharing)
         output = Output(self._folder, identity, settings.block, self._libraries, place, prepared, self._sink, pool,
                         self._advance)  # fmt: skip
         new_entry = None
@@ -143,6 +151,25 @@ class GenerationWriter:
             self._bytes += info.size - place.packed.nbytes
         entries = self._shards(snapshots, sharing, output)
         return self._commit(identity, new_entry, entries)
+
+    def _upkeep(
+        self, sharing: Sharing, snapshots: Sequence[Snapshot], prepared: Prepared, pool: ThreadPoolExecutor
+    ) -> Sharing:
+        """Add nodes that are to be written anew, and keep what the library has room for."""
+        settings, due = self._settings, []
+        self.report = {}
+        if self._archive is not None and settings.recompute is not None:
+            due = renewals(self._archive, sharing, snapshots, settings.recompute, prepared, settings.block, pool)
+        if settings.library_budget is None:
+            sharing = with_renewals(sharing, due)
+        else:
+            sharing, self.report["admission"] = admit(sharing, due, snapshots, self._archive, prepared, settings.block,
+                                                      settings.library_budget)  # fmt: skip
+        means = [{"tokens": r.node.stop - r.node.position, "sessions": r.node.visits, "predicted_tokens": r.predicted}
+                 for r in due if any(node is r.node for node in sharing.nodes)]  # fmt: skip
+        if means:
+            self.report["recomputed"] = means
+        return sharing
 
     def _expect(self, snapshots: Sequence[Snapshot], sharing: Sharing) -> None:
         """How much raw data will be gone through."""
