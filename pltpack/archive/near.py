@@ -17,7 +17,7 @@ from pltpack.archive.encoding import in_order
 from pltpack.archive.files import container_metadata, header_reserve
 from pltpack.archive.library import Library
 from pltpack.archive.mapped import movable
-from pltpack.archive.places import CodecPlace
+from pltpack.archive.places import CodecPlace, keeps
 from pltpack.archive.prepared import Prepared
 from pltpack.archive.promotion import Candidate, promote, worth
 from pltpack.archive.reader import Archive
@@ -27,6 +27,7 @@ from pltpack.archive.sharing import Role, Sharing, prefix_end
 from pltpack.archive.similar import similar_matches
 from pltpack.archive.tails import find_tails, fitting
 from pltpack.archive.trial import Text, Trial
+from pltpack.codec.base import Codec
 from pltpack.codec.transform import TransformCodec
 from pltpack.format import tables
 from pltpack.snapshot import Snapshot
@@ -75,7 +76,8 @@ def add_near(
         return Candidate(match, promise, saved - 2 * cut - tables.RUN.itemsize)
 
     # Matches of one source follow each other, so that it is decoded once.
-    matches = sorted(_matches(texts, snapshots, settings), key=lambda match: (match.source, match.source_start))
+    found = _matches(texts, snapshots, settings, place.codec) if place.codec.predicts else []
+    matches = sorted(found, key=lambda match: (match.source, match.source_start))
     tried = [candidate for candidate in in_order(attempt, matches, pool) if candidate.gain > 0]
     if isinstance(place.codec, TransformCodec):
         roots = Roots(range(first, len(texts)), lambda text: _steps(prepared, snapshots[text - first]),
@@ -84,6 +86,8 @@ def add_near(
 
     def weigh(match: Match) -> Candidate:
         snapshot, source = snapshots[match.session - first], texts[match.source]
+        if source.library is not None and not keeps(source.library, source.node or 0, place.codec):
+            return Candidate(match, None, 0.0)
         if source.snapshot is not None and not _same_values(snapshot, source.snapshot, match.start, match.length):
             return Candidate(match, None, 0.0)
         saved = trial.plain(snapshot, match.start, match.length)
@@ -96,9 +100,9 @@ def add_near(
     kept = worth(tried, range(first, len(texts)), node_bytes, fixed)
     if not kept:
         return sharing
-    found = promote(sharing, texts, snapshots, kept)
-    _refine(found, snapshots, prepared)
-    return found
+    shared = promote(sharing, texts, snapshots, kept)
+    _refine(shared, snapshots, prepared)
+    return shared
 
 
 def _refine(sharing: Sharing, snapshots: Sequence[Snapshot], prepared: Prepared) -> None:
@@ -142,15 +146,26 @@ def _texts(sharing: Sharing, libraries: Sequence[Library], snapshots: Sequence[S
     return texts
 
 
-def _matches(texts: Sequence[Text], snapshots: Sequence[Snapshot], settings: Settings) -> list[Match]:
+def _matches(
+    texts: Sequence[Text], snapshots: Sequence[Snapshot], settings: Settings, codec: Codec
+) -> list[Match]:
     first, own_from = len(texts) - len(snapshots), [text.own_from for text in texts]
-    found = find_matches([text.tokens for text in texts], [text.salt for text in texts], range(first, len(texts)),
-                         own_from, window=settings.window)  # fmt: skip
+    groups = [text.salt if _serves(text, codec) else object() for text in texts]
+    found = find_matches([text.tokens for text in texts], groups, range(first, len(texts)), own_from,
+                         window=settings.window)  # fmt: skip
     matches = [match for each in found for match in each]
     matches += similar_matches(snapshots, own_from[first:], found, first, settings.window, settings.tau)
     if movable(texts[first].identity):
         return matches
     return [match for match in matches if texts[match.source].position + match.source_start == match.start]
+
+
+def _serves(text: Text, codec: Codec) -> bool:
+    """Whether a codec may predict from a text: what `transform` coded is not the same bits everywhere."""
+    if text.library is None or text.node is None or isinstance(codec, TransformCodec):
+        return True
+    states = np.unique(text.library.units_of(text.node)["state"])
+    return all(text.library.state_entry(int(state))[0] != TransformCodec.codec_id for state in states)
 
 
 def _same_values(a: Snapshot, b: Snapshot, start: int, count: int) -> bool:

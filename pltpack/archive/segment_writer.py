@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.embeddings import least_minor
 from pltpack.archive.encoding import UnitJob, UnitWriter, split
 from pltpack.archive.files import container_metadata, header_reserve, next_library
@@ -120,6 +121,8 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
     )
     written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
     library = Library(output.folder, written, identity, lambda _: codec_state(codec))
+    # Every session that a node predicts asks for its units.
+    library.decoded = DecodedUnits()
     output.libraries.append(library)
     return library, info
 

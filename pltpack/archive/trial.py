@@ -102,10 +102,15 @@ class Trial:
         predicted, plain = [], []
         for layers in self._tried:
             unit = _unit(snapshot, layers, start, count, len(snapshot) - start - count)
+            unit = dataclasses.replace(unit, near=True)
             arrays = [snapshot.layer(layer, start, start + count) for layer in layers]
             reference = self._moved(source, layers, source_start, count, start)
-            predicted.append(len(_encode(codec, dataclasses.replace(unit, near=True), arrays, reference)))
-            plain.append(len(_encode(codec, unit, arrays, None)))
+            if codec.spans:
+                sizes = [len(found) for found in codec.encode_both(unit, arrays, reference)]
+            else:
+                sizes = [len(_encode(codec, unit, arrays, given)) for given in (reference, None)]
+            predicted.append(sizes[0])
+            plain.append(sizes[1])
         saved = sum(max(without - size, 0) for size, without in zip(predicted, plain, strict=True))
         promise = Promise(tuple(layers.start for layers in self._tried), tuple(size / count for size in predicted),
                           tuple(size / count for size in plain))  # fmt: skip

@@ -116,6 +116,8 @@ class Codec(abc.ABC):
     spans: ClassVar[bool] = False
     #: Whether `begin_span` gives a unit's layers one after the other.
     layered: ClassVar[bool] = False
+    #: Whether a reference that predicts makes units smaller.
+    predicts: ClassVar[bool] = True
     #: Whether the state is a profile, made by calibration; `learn` is then never called.
     calibrated: ClassVar[bool] = False
 
@@ -230,6 +232,16 @@ class Codec(abc.ABC):
     def encode_span(self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None) -> bytes:
         """Encode one unit of a layer group; `arrays` and `reference` as of `encode`, one pair a layer."""
         raise NotImplementedError
+
+    def encode_both(
+        self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue]
+    ) -> tuple[bytes, bytes]:
+        """Encode one unit of a layer group with a reference and without, to compare what they take.
+
+        The second payload may differ in places from that of `encode_span`: codecs may save work.
+        """
+        plain = dataclasses.replace(unit, near=False)
+        return self.encode_span(unit, arrays, reference), self.encode_span(plain, arrays)
 
     def decode_span(
         self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None

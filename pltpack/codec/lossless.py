@@ -79,6 +79,10 @@ _STATE_ELEMENTS = 1 << 16
 _INLINE_ELEMENTS = 1 << 15
 #: Tokens per layer that `learn` looks at, in pieces.
 _SAMPLE_TOKENS = 1024
+#: Where words can be predicted, differences that have more bits than this, on average, are not tried.
+_FAR = 4.0
+#: Words alone hardly ever take less than this part: what is smaller with a prediction is not compared.
+_ALONE = 0.5
 _PIECE = 64
 
 
@@ -139,13 +143,18 @@ class LosslessCodec(Codec):
         _check_shapes(unit, words)
         payload = None
         if reference is not None:
-            base = _words(reference, layout)
-            payload = _encode_difference(words, base)
+            base, raw = _words(reference, layout), words[0].nbytes + words[1].nbytes
+            near = unit.near and predicted.supports(unit.geometry.dtype)
+            found = [] if near and delta.size_of(words, base) > _FAR else [
+                _encode_difference(words, base)]  # fmt: skip
             # A useful difference is a small one; then nothing else can be much smaller.
-            if 4 * len(payload) <= words[0].nbytes + words[1].nbytes:
+            if found and 4 * len(found[0]) <= raw:
+                return found[0]
+            if near:
+                found.append(bytes([PREDICTED]) + predicted.encode(words, base, unit.geometry.dtype))
+            payload = min(found, key=len)
+            if near and len(payload) <= _ALONE * raw:
                 return payload
-            if unit.near and predicted.supports(unit.geometry.dtype):
-                payload = min(payload, bytes([PREDICTED]) + predicted.encode(words, base, unit.geometry.dtype), key=len)
         plain = self._encode_plain(unit, words, layout)
         return plain if payload is None or len(plain) < len(payload) else payload
 

@@ -71,6 +71,7 @@ class TurboQuantCodec(Codec):
     """
 
     codec_id = "turboquant"
+    predicts = False
 
     def __init__(self, bits: int = 4, seed: int = 0) -> None:
         if isinstance(bits, bool) or not isinstance(bits, int) or bits not in (2, 3, 4):
