@@ -328,3 +328,12 @@ def test_the_command_line(tmp_path):
     assert stats["admission"]["budget"] == 1 << 30
     stats = done_json("compact", tmp_path / "b", "--library-budget", 0)
     assert stats["eviction"]["kept_nodes"] == stats["eviction"]["pinned_nodes"]
+
+
+def test_other_codecs_take_nothing_from_what_the_transform_codec_coded(profile, tmp_path):
+    """Its values may differ by a rounding from one machine to the next."""
+    compress(family()[:2], tmp_path / "a", "near", profile)
+    pltpack.append(tmp_path / "a", family()[2:], quality="q4")
+    with pltpack.open(tmp_path / "a") as archive:
+        for shard in map(archive.shard, ("edited", "twice")):
+            assert all(shard.libraries[row["library"]] is not archive.libraries[0] for row in shard.runs)

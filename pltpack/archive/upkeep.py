@@ -31,7 +31,7 @@ from pltpack.trie.matching import Match
 
 #: Sessions that a mean is taken of, the latest; more bring it hardly nearer.
 MOST_MEMBERS = 16
-#: Rows of new sessions that are tried to tell whether a mean pays, and the part of a prediction's bytes that one can
+#: Rows of new sessions that are tried to tell whether a mean pays, and the part of a prediction's bytes that one may
 #: save at most: a sixth was measured.
 TRIED_ROWS, HOPE = 6, 0.33
 #: Raw bytes of the largest node that is written anew.
@@ -49,6 +49,11 @@ class Member:
     node_start: int
     shard: Shard | None = None
     snapshot: Snapshot | None = None
+
+    @property
+    def session(self) -> int:
+        """What all members of one session have in common."""
+        return id(self.shard if self.shard is not None else self.snapshot)
 
     @property
     def tokens(self) -> int:
@@ -141,8 +146,9 @@ def renewals(
 ) -> list[Renewal]:  # fmt: skip
     """Nodes of the archive that new sessions make due, and that pay for being written anew.
 
-    A node is due each time that the tokens predicted from it pass a multiple of `every`. It pays if it saves as many
-    tokens again what a trial says: new sessions, predicted from the mean of the old ones only.
+    A node is due each time that the tokens predicted from it pass a multiple of `every`. It pays by what it saves the
+    new sessions, and as many tokens again as were predicted so far: of these a trial tells, which predicts new sessions
+    from the mean of the old ones only.
 
     Parameters
     ----------
@@ -194,26 +200,30 @@ class _Upkeep:
         base = self._base(rows, len(tokens))
         if base is None or len(tokens) * sum(each.bytes_per_token for each in library.identity.layers) > MOST_BYTES:
             return None
-        predicted = self._usage.predicted(library, node)
-        again = predicted + sum(run.length for _, _, run in rows)
+        predicted, now = self._usage.predicted(library, node), sum(run.length for _, _, run in rows)
         some = sorted(rows, key=lambda row: -row[2].length)[:TRIED_ROWS]
         most = HOPE * self._trial.share * _mean(some, [_least(run.promise) for _, _, run in some if run.promise])
-        if again * most <= int(library.units_of(node)["length"].sum()):
+        if (predicted + 2 * now) * most <= int(library.units_of(node)["length"].sum()):
             return None
-        old = self._usage.members(library, node)[:MOST_MEMBERS]
+        old = _latest(self._usage.members(library, node))
         text = self._text(base, tokens, old, rows)
-        if again * _mean(some, [less for _, less in self._tried(text, some)]) <= self._cost(text):
+        less, cost = _mean(some, [less for _, less in self._tried(text, some)]), self._cost(text)
+        # Of those that it is a mean of, a mean is twice as near as of others.
+        if (predicted + now) * less + 2 * now * less <= cost:
             return None
         new = [Member(run.session_start, run.length, run.node_start, snapshot=self._snapshots[session])
                for session, _, run in rows]  # fmt: skip
-        members = [*new, *old][:MOST_MEMBERS]
+        members = _latest([*new, *old])
         text = self._text(base, tokens, members, rows)
-        sessions = len({id(member.shard or member.snapshot) for member in members})
-        changes = []
-        for (session, index, run), (promise, saved) in zip(rows, self._tried(text, rows), strict=True):
-            if saved > 0:
+        changes, saved = [], 0.0
+        for (session, index, run), (promise, gain) in zip(rows, self._tried(text, rows), strict=True):
+            if gain > 0:
                 shift = run.session_start - text.position - run.node_start
                 changes.append((session, index, dataclasses.replace(run, library=None, shift=shift, promise=promise)))
+                saved += gain * run.length
+        if (predicted + now) * less + saved <= cost:
+            return None
+        sessions = len({member.session for member in members})
         return Renewal(self._new(text, sessions), changes, predicted)
 
     def _base(self, rows: Sequence[tuple[int, int, Run]], length: int) -> tuple[Snapshot, int] | None:
@@ -270,6 +280,12 @@ class _Upkeep:
     def _cost(self, text: Text) -> int:
         records = tables.NODE.itemsize + 4 * len(text.tokens)
         return records + node_bytes(self._new(text, 1), self._prepared, self._block)
+
+
+def _latest(members: Sequence[Member]) -> list[Member]:
+    """Those of the first `MOST_MEMBERS` sessions."""
+    sessions = list(dict.fromkeys(member.session for member in members))[:MOST_MEMBERS]
+    return [member for member in members if member.session in sessions]
 
 
 def _mean(rows: Sequence[tuple[int, int, Run]], per_token: Sequence[float]) -> float:
