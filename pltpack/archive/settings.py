@@ -12,6 +12,8 @@ from pltpack.errors import PromiseError, UnsupportedError
 
 #: What was written may be larger than its target by this share.
 TOLERANCE = 0.03
+#: What sessions with predictions take may be less than the target by this share before finer steps are tried.
+UNUSED = 0.05
 #: Range of the window in tokens, and of tau.
 WINDOWS = (32, 128)
 TAUS = (0.1, 0.3)
@@ -88,24 +90,24 @@ class Target:
             raise PromiseError(f"token ids, tables and headers alone take {volume.besides} bytes of {self.size}")
         return {"target_bits": min(scale * 8 * (self.size - volume.besides) / volume.elements, _MOST_BITS)}
 
-    def check(self, written: Volume) -> None:
+    def check(self, written: Volume, unused: float = 1.0) -> None:
         """Compare what was written with the target.
 
         Raises
         ------
         MissedError
-            If it is larger by more than `TOLERANCE`.
+            If it is larger by more than `TOLERANCE`, or smaller by more than `unused`.
         """
         if self.bits is not None and written.elements:
             found = 8 * written.payload / written.elements
-            _compare(found, self.bits, "{:.4g} bits per element", self.bits / max(found, 1e-9))
+            _compare(found, self.bits, "{:.4g} bits per element", self.bits / max(found, 1e-9), unused)
         if self.size is not None:
             room = max(self.size - written.besides, 0) / max(written.payload, 1)
-            _compare(written.payload + written.besides, self.size, "{} bytes", room)
+            _compare(written.payload + written.besides, self.size, "{} bytes", room, unused)
 
 
 class MissedError(PromiseError):
-    """What was written is too large; `room` is the part of its payload that may be."""
+    """What was written is too large, or leaves room: `room` is how many times its payload may be."""
 
     def __init__(self, fact: str, path: str | os.PathLike[str] | None = None, room: float = 0.0) -> None:
         super().__init__(fact, path)
@@ -116,10 +118,12 @@ class MissedError(PromiseError):
 _MOST_BITS = 64.0
 
 
-def _compare(found: float, wanted: float, shown: str, room: float) -> None:
+def _compare(found: float, wanted: float, shown: str, room: float, unused: float) -> None:
     if found > (1 + TOLERANCE) * wanted:
         more = f"{100 * (found / wanted - 1):.1f} % more than the target of {shown.format(wanted)}"
         raise MissedError(f"the smallest found takes {shown.format(found)}, {more}", room=room)
+    if found < (1 - unused) * wanted:
+        raise MissedError(f"{shown.format(found)} are less than the target of {shown.format(wanted)}", room=room)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segment_writer import Output, write_library
 from pltpack.archive.segments import dumps_json
-from pltpack.archive.settings import TOLERANCE, MissedError, Settings, Volume
+from pltpack.archive.settings import TOLERANCE, UNUSED, MissedError, Settings, Volume
 from pltpack.archive.sharing import Role, Sharing, prefix_end, run_records, share
 from pltpack.archive.sink import Sink
 from pltpack.archive.upkeep import renewals, with_renewals
@@ -42,7 +42,7 @@ from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot, token_ids
 
 #: Attempts to meet a target.
-_TRIES = 3
+_TRIES = 4
 
 
 class GenerationWriter:
@@ -75,8 +75,11 @@ class GenerationWriter:
         self._paths: set[Path] = set()
         # Tokens encoded; payload bytes and bytes in all that were written, the profile left out.
         self._encoded = self._payload = self._bytes = 0
-        # Of the attempts before, at which part of the target.
-        self._smallest, self._scale = float("inf"), 1.0
+        # Of the attempts before: payloads of those that missed the target, and of the last one that left room the scale
+        # and how much; the scale of the next, and which part of the target it may leave unused.
+        self._smallest, self._largest = float("inf"), 0.0
+        self._good: tuple[float, float] | None = None
+        self._scale, self._unused = 1.0, 1.0
 
     def add(self, snapshots: Sequence[Snapshot]) -> Manifest:
         """Write the sessions and the next manifest; returns the manifest, already committed.
@@ -92,16 +95,35 @@ class GenerationWriter:
         if self._archive is None:
             (self._folder / SHARDS).mkdir()
         for tries in range(_TRIES):
+            # Predictions make sessions smaller than steps were chosen for: then these are to be finer.
+            self._unused = UNUSED if tries < _TRIES - 2 else 1.0
             try:
                 return self._attempt(snapshots, identity)
             except MissedError as missed:
-                # The estimate does not know how sharing cuts sessions; what was written tells.
-                room = missed.room * (1 - TOLERANCE / 4)
-                if tries == _TRIES - 1 or self._payload >= self._smallest or room <= 0:
-                    raise
-                self._forget()
-                self._scale *= room
+                self._again(missed, _TRIES - 1 - tries)
         raise AssertionError
+
+    def _again(self, missed: MissedError, left: int) -> None:
+        """Choose the scale of the next attempt of those left, or raise what the last one missed."""
+        # The estimate does not know how sharing cuts sessions; what was written tells.
+        scale = self._scale * missed.room * (1 - TOLERANCE / 4)
+        if missed.room > 1:
+            if self._payload <= self._largest:
+                # Steps cannot be finer: nothing is gained by more attempts.
+                scale = self._scale
+            self._good = (self._scale, missed.room)
+            self._largest = self._payload
+        elif self._good:
+            # Between what left room and what took too much.
+            low, room = self._good
+            part = np.log(room) / (np.log(room) - np.log(max(missed.room, 1e-9))) if left > 1 else 0.0
+            scale = low * float((self._scale / low) ** part)
+        elif not left or self._payload >= self._smallest or scale <= 0:
+            raise missed
+        else:
+            self._smallest = self._payload
+        self._scale = scale
+        self._forget()
 
     def _attempt(self, snapshots: Sequence[Snapshot], identity: Identity) -> Manifest:
         threads = os.cpu_count() or 1
@@ -119,7 +141,6 @@ class GenerationWriter:
             self._libraries.remove(self._opened)
         for path in self._paths:
             path.unlink(missing_ok=True)
-        self._smallest = self._payload
         self._paths, self._opened = set(), None
         self._encoded = self._payload = self._bytes = 0
 
@@ -140,6 +161,8 @@ class GenerationWriter:
             sharing = add_near(sharing, self._archive, snapshots, settings, place, prepared, pool)
         sharing = self._upkeep(sharing, snapshots, prepared, pool)
         self._expect(snapshots, sharing)
+        if not any(run.role is Role.NEAR for runs in sharing.runs for run in runs):
+            self._unused = 1.0
         output = Output(self._folder, identity, settings.block, self._libraries, place, prepared, self._sink, pool,
                         self._advance)  # fmt: skip
         new_entry = None
@@ -215,7 +238,8 @@ class GenerationWriter:
         )
         before = len(old.to_bytes()) if old else 0
         besides = len(manifest.to_bytes()) - before + self._bytes - self._payload
-        self._settings.target.check(Volume(self._encoded * _per_token(identity), self._payload, besides))
+        written = Volume(self._encoded * _per_token(identity), self._payload, besides)
+        self._settings.target.check(written, self._unused)
         manifest.commit(self._folder)
         return manifest
 
