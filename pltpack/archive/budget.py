@@ -63,7 +63,7 @@ def admit(
     whole = with_renewals(sharing, due)
     sizes = [node_bytes(node, prepared, block) for node in whole.nodes]
     bits = _information(sharing, whole.nodes, snapshots, archive)
-    scores = admission_scores(bits, [node.visits for node in whole.nodes], sizes)
+    scores = admission_scores(bits, _visits(whole, due), sizes)
     prefixes = {run.node for runs in whole.runs for run in runs if run.library is None and run.role is Role.PREFIX}
     parents = [-1 if node.parent is None or node.parent.library is not None or index not in prefixes
                else node.parent.node for index, node in enumerate(whole.nodes)]  # fmt: skip
@@ -75,6 +75,16 @@ def admit(
         "budget": budget, "admitted_nodes": int(kept.sum()), "admitted_bytes": taken,
         "refused_nodes": int((~kept).sum()), "refused_bytes": sum(sizes) - taken,
     }  # fmt: skip
+
+
+def _visits(sharing: Sharing, due: Sequence[Renewal]) -> list[float]:
+    """Sessions that use each node, one that uses part of it in part; of a mean those it is a mean of."""
+    tokens = [0] * len(sharing.nodes)
+    for run in (run for runs in sharing.runs for run in runs if run.library is None):
+        tokens[run.node] += run.length
+    visits = [count / (node.stop - node.position) for node, count in zip(sharing.nodes, tokens, strict=True)]
+    visits[len(visits) - len(due) :] = [float(renewal.node.visits) for renewal in due]
+    return visits
 
 
 def restricted(sharing: Sharing, kept: np.ndarray) -> Sharing:
@@ -158,8 +168,8 @@ def evictions(archive: Archive, budget: int) -> Evictions:
     keys = sorted(view.visitors)
     movable = [key for key in keys if key not in view.pinned]
     size = {key: int(archive.libraries[key[0]].units_of(key[1])["length"].sum()) for key in keys}
-    scores = admission_scores([view.information(key) for key in movable], [len(view.visitors[key]) for key in movable],
-                              [size[key] for key in movable])  # fmt: skip
+    visits = [view.used[key] / int(archive.libraries[key[0]].nodes[key[1]]["length"]) for key in movable]
+    scores = admission_scores([view.information(key) for key in movable], visits, [size[key] for key in movable])
     number = {key: index for index, key in enumerate(movable)}
     parents = [number.get(parent, -1) if (parent := parent_of(archive, key)) is not None else -1 for key in movable]
     pinned_bytes = sum(size[key] for key in view.pinned)
@@ -188,6 +198,7 @@ class _View:
         shards = [archive.shard(name) for name in archive.sessions]
         self.visitors: dict[NodeKey, set[str]] = {}
         self.pinned: set[NodeKey] = set()
+        self.used: dict[NodeKey, int] = {}
         self._p: dict[NodeKey, np.ndarray] = {}
         probabilities, _ = likelihoods([Read.of_shard(shard) for shard in shards], _once(archive))
         for shard, p in zip(shards, probabilities, strict=True):
@@ -196,6 +207,7 @@ class _View:
                 library = shard.libraries[row["library"]]
                 key = number[id(library)], int(row["node"])
                 self.visitors.setdefault(key, set()).add(shard.entry.session)
+                self.used[key] = self.used.get(key, 0) + int(row["length"])
                 if predicts or not rules.takes(library, row):
                     self.pinned.add(key)
                 self._read(key, row, p)
