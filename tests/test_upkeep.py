@@ -135,15 +135,24 @@ def test_nothing_is_written_anew_in_tiers_with_a_profile_unless_asked_for(profil
     assert Settings("q4").recompute == 2000
 
 
-def test_calibrated_means_are_read_back(profile, tmp_path):
-    compress(relatives(0, 14, context=1.0), tmp_path / "a", "near", profile)
-    stats = pltpack.append(tmp_path / "a", relatives(14, 3, context=1.0), recompute_tokens=1000)
+def test_calibrated_means_are_read_back(profile, tmp_path, monkeypatch):
+    """Were they to cost nothing."""
+    monkeypatch.setattr("pltpack.archive.upkeep.HOPE", 1e9)
+    monkeypatch.setattr("pltpack.archive.upkeep._Upkeep._cost", lambda self, text: -(1 << 60))
+    compress(relatives(0, 11), tmp_path / "a", "near", profile)
+    before = read_all(tmp_path / "a")
+    stats = pltpack.append(tmp_path / "a", relatives(11, 3), recompute_tokens=1000)
+    assert [entry["sessions"] for entry in stats["recomputed"]] == [14]
+    pltpack.append(tmp_path / "a", relatives(14, 2))
+    with pltpack.open(tmp_path / "a") as archive:
+        assert archive.shard("r14").libraries[-1] is archive.libraries[-1]
+        assert (archive.shard("r14").runs["node"] == 0).all()
     pltpack.verify(tmp_path / "a")
     found = read_all(tmp_path / "a")
-    compress(relatives(0, 17, context=1.0), tmp_path / "b", "near", profile, near=False)
+    assert all(equal_bits(snapshot, found[name]) for name, snapshot in before.items())
+    compress(relatives(0, 16), tmp_path / "b", "near", profile, near=False)
     plain = read_all(tmp_path / "b")
-    assert len(stats.get("recomputed", [])) <= 1
-    for original in relatives(0, 17, context=1.0):
+    for original in relatives(0, 16):
         allowed = 1.05 * relative_error(original, plain[original.session]) + 1e-6
         assert relative_error(original, found[original.session]) <= allowed
 
