@@ -18,7 +18,7 @@ from pltpack.snapshot import Identity, Snapshot
 UNKNOWN = [0.0, 1.0]
 #: Octaves added to what is measured, so that a tier's promise holds for nearly every session, not on average: these
 #: windows took part in calibration, and what a text asks of its past is not in the norms (docs/transform.md).
-MARGIN = 0.8
+MARGIN = 0.55
 #: Base steps that are coded, in whitened units: about those of the tiers.
 STEPS = (0.5, 0.9, 1.5)
 #: Windows that are coded.
