@@ -107,6 +107,8 @@ class TestFailures:
     def test_real_interrupt(self) -> None:
         code = (
             "import os, signal, sys, time, pltpack\n"
+            # A shell's background jobs ignore interrupts.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "pltpack.gc = lambda archive: (os.kill(os.getpid(), signal.SIGINT), time.sleep(30))\n"
             "from pltpack_cli.main import main\nmain()"
         )
