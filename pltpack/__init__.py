@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pltpack import compiled_cache
+
 __version__ = "0.1.0"
 
 # Names are looked up on first use, so that `import pltpack` and `pltpack --help` stay fast.
@@ -67,6 +69,9 @@ if TYPE_CHECKING:
     from pltpack.errors import PltpackError
     from pltpack.serve.misses import MissError
     from pltpack.snapshot import Identity, LayerGeometry, Snapshot
+
+
+compiled_cache.settle()
 
 
 def __getattr__(name: str) -> Any:

@@ -596,3 +596,23 @@ def test_tables_with_more_low_bits_than_a_byte_holds(dtype, dims, shifted):
             assert np.array_equal(np.ascontiguousarray(a).view(mine.word), b)
             error = np.abs(a.astype(np.float64) - original.astype(np.float64))
             assert error.max() < 0.05 * np.abs(original.astype(np.float64)).max()
+
+
+def test_no_folder_for_compiled_loops(tmp_path, monkeypatch):
+    # Numba refused to start for service users without a home, with a traceback.
+    from pltpack import compiled_cache
+
+    monkeypatch.delenv(compiled_cache.VARIABLE, raising=False)
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setattr(compiled_cache, "_candidates", lambda: [blocked / "a", blocked / "b"])
+    removed = []
+    monkeypatch.setattr(compiled_cache.atexit, "register", lambda function, folder, **_: removed.append(folder))
+    compiled_cache.settle()
+    folder = Path(os.environ[compiled_cache.VARIABLE])
+    assert removed == [str(folder)] and folder.stat().st_mode & 0o077 == 0
+    folder.rmdir()
+    monkeypatch.delenv(compiled_cache.VARIABLE)
+    monkeypatch.setattr(compiled_cache, "_candidates", lambda: [blocked / "a", tmp_path / "new" / "numba"])
+    compiled_cache.settle()
+    assert compiled_cache.VARIABLE not in os.environ
