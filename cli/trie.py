@@ -84,6 +84,7 @@ def print_trie(view: Mapping[str, Any], limit: int, archive: str) -> None:
 
 def write_svg(view: Mapping[str, Any], limit: int, archive: str, path: Path) -> None:
     """Write the tree as an SVG file."""
+    from pltpack.dumps.atomic import replacing
     from pltpack.trie.drawing import Row, svg
 
     rows = [
@@ -91,7 +92,8 @@ def write_svg(view: Mapping[str, Any], limit: int, archive: str, path: Path) -> 
             node["saved_bytes"], node["information"] / node["tokens"] if node["information"] is not None else None)
         for node in _drawn(view, limit)
     ]  # fmt: skip
-    path.write_text(svg(f"{archive}: {_head(view)}", rows), encoding="utf-8")
+    with replacing(path) as temp:
+        temp.write_text(svg(f"{archive}: {_head(view)}", rows), encoding="utf-8")
 
 
 def _head(view: Mapping[str, Any]) -> str:

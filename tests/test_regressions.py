@@ -616,3 +616,29 @@ def test_no_folder_for_compiled_loops(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_cache, "_candidates", lambda: [blocked / "a", tmp_path / "new" / "numba"])
     compiled_cache.settle()
     assert compiled_cache.VARIABLE not in os.environ
+
+
+def test_values_that_are_not_finite_cause_no_warnings(tmp_path, recwarn):
+    # Comparing sessions that share a prefix printed numpy's warnings.
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=(2, 64, 8)).astype(np.float32)
+    keys[0, 5, 3], keys[1, 9, 0] = np.nan, np.inf
+    layers = (LayerGeometry(2, 8, 8, "F32"),)
+    given = [
+        Snapshot.from_arrays(name, np.arange(64, dtype=np.int32), [(keys, keys)], Identity(layers=layers))
+        for name in ("a", "b")
+    ]
+    pltpack.compress(given, tmp_path / "archive", quality="q4")
+    pltpack.write_dump(given, tmp_path / "dumps")
+    pltpack.verify(tmp_path / "archive", against=[tmp_path / "dumps"])
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_drawing_that_cannot_be_written_is_named(tmp_path):
+    # The error named no file, and an empty one stayed.
+    place = tmp_path / "missing" / "trie.svg"
+    given = Snapshot.from_arrays("a", np.arange(8, dtype=np.int32), [(np.ones((1, 8, 4), np.float32),) * 2],
+                                 Identity(layers=(LayerGeometry(1, 4, 4, "F32"),)))  # fmt: skip
+    pltpack.compress([given], tmp_path / "archive", quality="lossless")
+    done = run("inspect", str(tmp_path / "archive"), "--trie", "--svg", str(place))
+    assert done.exit_code == 2 and str(place) in done.stderr

@@ -144,6 +144,7 @@ class Draft:
         return reference_values(records, self._libraries, layers, start, stop)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # NaN and infinities are told apart below, without a warning.
 def token_error(own: KeyValue, other: KeyValue) -> float:
     """Largest relative difference of a token's vector, over keys and values, heads taken together.
 

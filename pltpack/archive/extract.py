@@ -241,7 +241,8 @@ def _compare(archive: Archive, dump: Snapshot) -> tuple[dict[str, Any], list[str
         equal = False
         worst = max(worst, relative_error(a, b))
         for x, y in zip(a, b, strict=True):
-            gap = np.abs(x.astype(np.float64) - y.astype(np.float64))
+            with np.errstate(invalid="ignore", over="ignore"):
+                gap = np.abs(x.astype(np.float64) - y.astype(np.float64))
             largest = max(largest, float(np.nanmax(gap, initial=0.0)))
     row = {"bit_exact": equal, "exact_tier": exact, "max_abs_difference": largest, "relative_rms_error": worst}
     if exact and not equal:
