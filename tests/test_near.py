@@ -333,3 +333,21 @@ def test_windows_of_other_tokens_with_the_same_predictions_are_tried(tmp_path):
         assert [len(archive.shard(name).runs) for name in "abc"] == [1, 1, 0]
     assert predicted_units(path) == 2
     assert size(path) < 0.9 * size(made_of(snapshots, tmp_path / "b", near=False))
+
+
+def test_what_predicts_others_is_no_tail_of_another_session(tmp_path):
+    # Tokens 32 to 51 came from the first session and moved to the library for the third, both at once.
+    first, rest = passage(1, 52), passage(2, 60)
+    sessions = [
+        session("a", [*first, *passage(3, 40)]),
+        session("b", [*first, *rest]),
+        session("c", [*passage(4, 40), *first[32:], *rest, *passage(5, 40)]),
+    ]
+    pltpack.compress(sessions, tmp_path / "archive", quality="lossless")
+    with pltpack.open(tmp_path / "archive") as archive:
+        assert archive.stats()["predicted_tokens"] > 0
+        for snapshot in sessions:
+            rows = archive.shard(snapshot.session).runs
+            ends = rows["session_start"] + rows["length"]
+            assert (rows["session_start"][1:] >= ends[:-1]).all()
+            assert equal_bits(archive.read(snapshot.session), snapshot)

@@ -56,17 +56,23 @@ def find_tails(
 
 
 def fitting(tails: Sequence[Match], matches: Sequence[Match]) -> list[Match]:
-    """Tails without what matches cover, be it of the session or of its source: that is not stored exactly."""
-    taken: dict[int, list[Match]] = {}
+    """Tails without what matches cover, be it of the session or of its source: that is not stored exactly.
+
+    What a session holds for matches moves to the library from there, and cannot come from another session, too.
+    """
+    taken: dict[int, list[tuple[int, int]]] = {}
+    serving: dict[int, list[tuple[int, int]]] = {}
     for match in matches:
-        taken.setdefault(match.session, []).append(match)
+        taken.setdefault(match.session, []).append((match.start, match.start + match.length))
+        serving.setdefault(match.source, []).append((match.source_start, match.source_start + match.length))
     out = []
     for tail in tails:
+        own = [*taken.get(tail.session, ()), *serving.get(tail.session, ())]
         length = tail.length
-        for text, start in ((tail.session, tail.start), (tail.source, tail.source_start)):
-            for match in taken.get(text, ()):
-                if match.start < start + length and start < match.start + match.length:
-                    length = max(match.start - start, 0)
+        for start, ranges in ((tail.start, own), (tail.source_start, taken.get(tail.source, ()))):
+            for low, high in ranges:
+                if low < start + length and start < high:
+                    length = max(low - start, 0)
         if length:
             out.append(tail._replace(length=length))
     return out
