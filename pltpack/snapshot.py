@@ -172,6 +172,34 @@ class Identity:
         values["layers"] = tuple(_layer_from_json(layer) for layer in values.get("layers", ()))
         return cls(**values)
 
+    def completed(self, known: Identity, path: str | None = None) -> Identity:
+        """The same, its unknown fields (and layers' windows) filled with what is known of the model otherwise.
+
+        The dtype of `known`'s layers is that of other caches and does not matter.
+
+        Raises
+        ------
+        IdentityError
+            Naming a field that is known on both sides and differs.
+        """
+        values: dict[str, Any] = {}
+        for name in (*self.ARCHIVE_FIELDS, "salt"):
+            mine, theirs = getattr(self, name), getattr(known, name)
+            if name == "layers" and mine and theirs:
+                values[name] = mine = _with_windows(mine, theirs)
+                theirs = tuple(dataclasses.replace(layer, dtype=mine[0].dtype) for layer in theirs)
+                mine = tuple(dataclasses.replace(layer, dtype=mine[0].dtype) for layer in mine)
+            elif name == "rope" and mine and theirs:
+                # A dump may record a part of the parameters only; the style is the engine's, not the model's.
+                values[name] = {**theirs, **mine}
+                mine = {**values[name], "style": mine.get("style", theirs.get("style"))}
+                theirs = {**mine, **theirs, "style": mine["style"]}
+            else:
+                values[name] = theirs if mine in (None, ()) else mine
+            if mine not in (None, ()) and theirs not in (None, ()) and mine != theirs:
+                raise IdentityError(_difference(name, mine, theirs), path)
+        return Identity(**values)
+
     def digest(self) -> str:
         """SHA-256 (hex) of the canonical JSON of all fields but the salt."""
         data = self.to_json()
@@ -213,6 +241,15 @@ class Identity:
                 continue
             hint = f" (take it with --accept-unknown {name})" if mine is None else ""
             raise IdentityError(_difference(name, mine, theirs) + hint, path)
+
+
+def _with_windows(layers: tuple[LayerGeometry, ...], known: tuple[LayerGeometry, ...]) -> tuple[LayerGeometry, ...]:
+    if len(layers) != len(known):
+        return layers
+    return tuple(
+        dataclasses.replace(mine, window=mine.window or theirs.window)
+        for mine, theirs in zip(layers, known, strict=True)
+    )
 
 
 def _layer_from_json(data: Any) -> LayerGeometry:

@@ -36,14 +36,61 @@ _MAX_JSON_ITEMS = MAX_TOKENS
 _SLICE_BYTES = 32 << 20
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """A setting of one dump format, given as ``NAME=VALUE`` text.
+
+    Attributes
+    ----------
+    help : str
+        What it is, in one phrase.
+    choices : tuple of str
+        The values allowed; any text if empty.
+    reads, writes : bool
+        Whether it matters to reading and to writing.
+    """
+
+    help: str
+    choices: tuple[str, ...] = ()
+    reads: bool = True
+    writes: bool = True
+
+
 class DumpFormat(abc.ABC):
-    """Abstract base of all dump formats; instances hold no state.
+    """Abstract base of all dump formats; instances hold their options and no other state.
 
     A third party's format is a subclass, named by an entry point of the group ``pltpack.dumps``.
+
+    Parameters
+    ----------
+    options : mapping of str to str, optional
+        Values of some of the format's `options`.
+
+    Raises
+    ------
+    UnsupportedError
+        If an option is not one of the format's, or its value is not allowed.
     """
 
     #: Name in the registry and on the command line.
     format_id: ClassVar[str]
+    #: What `read` and `write` can be told, by name.
+    options: ClassVar[Mapping[str, Option]] = {}
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        self.chosen: dict[str, str] = dict(options or {})
+        for name, value in self.chosen.items():
+            if name not in self.options:
+                known = ", ".join(self.options) or "none"
+                raise UnsupportedError(f"dump format {self.format_id!r} has no option {name!r} (known: {known})")
+            allowed = self.options[name].choices
+            if allowed and value not in allowed:
+                raise UnsupportedError(f"option {name!r} of dump format {self.format_id!r} is {value!r} "
+                                       f"(allowed: {', '.join(allowed)})")  # fmt: skip
+
+    def sniff_folder(self, path: Path) -> bool:
+        """Whether a folder is one dump of this format as a whole, to be read as such; never by default."""
+        return False
 
     @abc.abstractmethod
     def sniff(self, path: Path, head: bytes) -> bool:
@@ -64,7 +111,7 @@ class DumpFormat(abc.ABC):
         Parameters
         ----------
         path : Path
-            A regular file.
+            A regular file, or a folder that `sniff_folder` takes.
         tokens : TokenLookup
             Finds token ids for dumps that hold none.
 

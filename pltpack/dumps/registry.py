@@ -3,24 +3,25 @@
 A folder stands for the files in it and below it, in sorted order. Hidden files and folders are left out, and so are
 files that plainly hold no caches: texts (``.json`` sidecars among them) and safetensors files in which no tensor has
 three axes, such as lists of continuations. Any other file of no known format is an error, for a dump that is skipped
-in silence is lost.
+in silence is lost. A folder that one format takes as a whole (`DumpFormat.sniff_folder`) is one dump.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from pltpack.dumps.base import DumpFormat
 from pltpack.dumps.safetensors_header import holds_no_caches
 from pltpack.dumps.tokens import TokenLookup
-from pltpack.errors import DumpError, NotFoundError, PltpackError
-from pltpack.snapshot import Snapshot
+from pltpack.errors import DumpError, NotFoundError, PltpackError, UnsupportedError
+from pltpack.snapshot import Identity, Snapshot
 
 ENTRY_POINTS = "pltpack.dumps"
 
@@ -46,36 +47,120 @@ def format_names() -> list[str]:
     return list(_classes())
 
 
-def dump_format(name: str) -> DumpFormat:
+def dump_format(name: str, options: Mapping[str, str] | None = None) -> DumpFormat:
     """Make a dump format by name.
+
+    Parameters
+    ----------
+    name : str
+    options : mapping of str to str, optional
+        Settings of the format; see `DumpFormat.options`.
 
     Raises
     ------
     NotFoundError
         If no installed format has this name.
+    UnsupportedError
+        If it has no such option.
     """
+    cls = _class(name)
+    return cls(options) if options else cls()
+
+
+@functools.cache
+def _class(name: str) -> type[DumpFormat]:
     if name not in _classes():
         raise NotFoundError(f"no dump format {name!r} (known: {', '.join(format_names())})")
     module, _, attribute = _classes()[name].partition(":")
-    cls: type[DumpFormat] = getattr(importlib.import_module(module), attribute)
-    return cls()
+    found: type[DumpFormat] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+class Formats:
+    """Which format reads a file: a forced one, or the one that takes it for its own; with the options given.
+
+    Parameters
+    ----------
+    forced : str, optional
+        Name of the format of all files.
+    options : mapping of str to str, optional
+        Where the format is told by the content, each goes to the formats that have it.
+    preferred : mapping of str to str, optional
+        The same, for options that need not be known to any format, and give way to `options`.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such format.
+    UnsupportedError
+        If no format has an option, or does not allow its value.
+    """
+
+    def __init__(
+        self,
+        forced: str | None = None,
+        options: Mapping[str, str] | None = None,
+        preferred: Mapping[str, str] | None = None,
+    ) -> None:
+        self._options, self._preferred = dict(options or {}), dict(preferred or {})
+        names = format_names() if forced is None else [forced]
+        for option in self._options:
+            if not any(option in _class(name).options for name in names):
+                raise UnsupportedError(f"no option {option!r} of dump format {', '.join(names)}")
+        self.forced = None if forced is None else self._made(forced)
+
+    def of(self, path: Path) -> DumpFormat:
+        """The format of a file, or of a folder that is one dump.
+
+        Raises
+        ------
+        DumpError
+            If it is of no known format, not a regular file, or cannot be read.
+        """
+        if self.forced is not None:
+            if not path.is_dir():
+                _head(path)
+            return self.forced
+        found = sniff_format(path)
+        if found is None:
+            raise DumpError(f"is of no known dump format ({', '.join(format_names())})", path)
+        return self._made(found.format_id)
+
+    def takes(self, folder: Path) -> bool:
+        """Whether a folder is one dump."""
+        if self.forced is not None:
+            return self.forced.sniff_folder(folder)
+        return sniff_format(folder) is not None
+
+    def _made(self, name: str) -> DumpFormat:
+        known = _class(name).options
+        chosen = {option: value for option, value in {**self._preferred, **self._options}.items() if option in known}
+        return dump_format(name, chosen)
 
 
 def sniff_format(path: Path) -> DumpFormat | None:
-    """The first format that takes a file for its own, or None.
+    """The first format that takes a file, or a folder as one dump, for its own; or None.
 
     Raises
     ------
     DumpError
         If the file is not a regular file or cannot be read.
     """
-    head = _head(path)
     candidates = (dump_format(name) for name in format_names())
+    if path.is_dir():
+        return next((candidate for candidate in candidates if candidate.sniff_folder(path)), None)
+    head = _head(path)
     return next((candidate for candidate in candidates if candidate.sniff(path, head)), None)
 
 
 def open_dumps(
-    paths: PathLike | Iterable[PathLike], format: str | None = None, tokens: PathLike | None = None
+    paths: PathLike | Iterable[PathLike],
+    format: str | None = None,
+    tokens: PathLike | None = None,
+    *,
+    options: Mapping[str, str] | None = None,
+    preferred: Mapping[str, str] | None = None,
+    identity: Identity | None = None,
 ) -> Iterator[Snapshot]:
     """Give the snapshots in dump files and folders of them, one by one; arrays are read on demand.
 
@@ -87,6 +172,10 @@ def open_dumps(
         Name of the format; told by each file's content if not given.
     tokens : path, optional
         JSON file of token ids for dumps that hold none: a list, or an object ``{session: list}``.
+    options, preferred : mapping of str to str, optional
+        Settings of the formats; see `Formats`.
+    identity : Identity, optional
+        What is known of the model that the dumps come from: it fills what they do not record.
 
     Raises
     ------
@@ -94,13 +183,22 @@ def open_dumps(
         If a path or the named format does not exist.
     DumpError
         If a file is damaged or of no known format, a folder holds no dump, or two dumps have one session name.
+    IdentityError
+        If a dump records something else than `identity` says.
+    UnsupportedError
+        If no format has one of the options.
     """
-    forced = None if format is None else dump_format(format)
+    formats = Formats(format, options, preferred)
     chosen = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    return _snapshots([Path(path) for path in chosen], forced, TokenLookup(tokens))
+    return _snapshots([Path(path) for path in chosen], formats, TokenLookup(tokens), identity)
 
 
-def write_dump(snapshots: Snapshot | Iterable[Snapshot], path: PathLike, format: str = "safetensors") -> list[Path]:
+def write_dump(
+    snapshots: Snapshot | Iterable[Snapshot],
+    path: PathLike,
+    format: str = "safetensors",
+    options: Mapping[str, str] | None = None,
+) -> list[Path]:
     """Write snapshots to a dump; each file appears whole or not at all, replacing one of the same name.
 
     Parameters
@@ -110,6 +208,8 @@ def write_dump(snapshots: Snapshot | Iterable[Snapshot], path: PathLike, format:
     path : path
         ``safetensors`` and ``transformers``: a folder, one file per session. ``hdf5``: a file.
     format : str
+    options : mapping of str to str, optional
+        Settings of the format; see `DumpFormat.options`.
 
     Returns
     -------
@@ -120,24 +220,31 @@ def write_dump(snapshots: Snapshot | Iterable[Snapshot], path: PathLike, format:
     ------
     NotFoundError
         If there is no such format.
+    UnsupportedError
+        If it has no such option, or cannot hold the snapshots.
     DumpError
         If two snapshots have one session name, or cannot be written.
     """
     several = [snapshots] if isinstance(snapshots, Snapshot) else snapshots
-    return dump_format(format).write(several, Path(path))
+    return dump_format(format, options).write(several, Path(path))
 
 
-def _snapshots(paths: list[Path], forced: DumpFormat | None, tokens: TokenLookup) -> Iterator[Snapshot]:
+def _snapshots(
+    paths: list[Path], formats: Formats, tokens: TokenLookup, identity: Identity | None
+) -> Iterator[Snapshot]:
     seen: dict[str, Path] = {}
     for path in paths:
         if os.path.isdir(path):
-            dumps = _in_folder(path, forced)
+            dumps = _in_folder(path, formats)
         elif os.path.exists(path):
-            dumps = iter([(path, _format_of(path, forced))])
+            dumps = iter([(path, formats.of(path))])
         else:
             raise NotFoundError("no such file or folder", path)
         for file, reader in dumps:
             for snapshot in _read(file, reader, tokens):
+                if identity is not None:
+                    known = snapshot.identity.completed(identity, os.fspath(file))
+                    snapshot = dataclasses.replace(snapshot, identity=known)
                 if snapshot.session in seen:
                     raise DumpError(f"session {snapshot.session!r} is in {seen[snapshot.session]} already", file)
                 seen[snapshot.session] = file
@@ -153,37 +260,33 @@ def _read(file: Path, reader: DumpFormat, tokens: TokenLookup) -> Iterator[Snaps
         raise DumpError(f"cannot be read ({error.strerror or error})", file) from error
 
 
-def _in_folder(folder: Path, forced: DumpFormat | None) -> Iterator[tuple[Path, DumpFormat]]:
+def _in_folder(folder: Path, formats: Formats) -> Iterator[tuple[Path, DumpFormat]]:
     found = False
-    for file in _files(folder):
-        if file.suffix.lower() in _TEXTS or holds_no_caches(file, _head(file)):
+    for file in _files(folder, formats):
+        if not file.is_dir() and (file.suffix.lower() in _TEXTS or holds_no_caches(file, _head(file))):
             continue
         found = True
-        yield file, _format_of(file, forced)
+        yield file, formats.of(file)
     if not found:
         raise DumpError(f"the folder holds no dump (known formats: {', '.join(format_names())})", folder)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, formats: Formats) -> Iterator[Path]:
+    """The files in and below a folder, and in place of the files of folders that are one dump, those folders."""
+
     def refuse(error: OSError) -> None:
         raise DumpError(f"cannot be read ({error.strerror})", error.filename)
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
+        if formats.takes(Path(parent)):
+            folders.clear()
+            yield Path(parent)
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = Path(parent, name)
             if not name.startswith(".") and file.is_file():
                 yield file
-
-
-def _format_of(file: Path, forced: DumpFormat | None) -> DumpFormat:
-    if forced is not None:
-        _head(file)
-        return forced
-    found = sniff_format(file)
-    if found is None:
-        raise DumpError(f"is of no known dump format ({', '.join(format_names())})", file)
-    return found
 
 
 def _head(path: Path) -> bytes:
