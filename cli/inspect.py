@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pltpack_cli.options import PATH, archive_argument, json_option, profile_option
-from pltpack_cli.output import count, mapped, number, plain, print_json, print_rich, size
+from pltpack_cli.output import count, mapped, number, plain, print_json, print_rich, quality_rows, size
 from pltpack_cli.trie import print_trie, trie_of, with_sessions, write_svg
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def _print_tree(description: Mapping[str, Any]) -> None:
     from rich.text import Text
     from rich.tree import Tree
 
+    from pltpack.archive.figures import Figures
+
     def add(parent: Tree, label: str, fact: str = "") -> Tree:
         return parent.add(Text.assemble((plain(label), "bold"), "  " if fact else "", plain(fact)))
 
@@ -85,8 +87,11 @@ def _print_tree(description: Mapping[str, Any]) -> None:
     head = f"generation {description['generation']}, {stats['quality']}, {blocks}"
     root = Tree(Text.assemble((plain(description["path"]), "bold"), "  ", head))
     add(root, "size", f"{size(stats['archive_bytes'])} of {size(stats['raw_bytes'])} raw")
-    add(root, "saved", f"ratio {number(stats['ratio'], 2, 'x')}, {number(stats['bits_per_element'], 3)} bits/element, "
-        f"dedup hit rate {number(100 * stats['dedup_hit_rate'], 1, ' %')}")  # fmt: skip
+    figures = Figures.of(stats).shown()
+    add(root, "saved", f"ratio {figures['ratio']}, {number(stats['bits_per_element'], 3)} bits/element, "
+        f"tail {figures['tail_bits_per_element']}, dedup hit rate {figures['dedup_hit_rate']}")  # fmt: skip
+    for label, value in quality_rows(stats, figures):
+        add(root, label, value)
     identity = add(root, "identity", f"sha256 {description['identity_sha256'][:16]}…")
     for field, value in description["identity"].items():
         add(identity, field, _layers(value) if field == "layers" else _value(value))
@@ -119,11 +124,24 @@ def _add_session(add: Callable[..., Tree], parent: Tree, entry: Mapping[str, Any
                  f"raw {size(entry['raw_bytes'])}, shard {size(entry['bytes'])}")  # fmt: skip
     add(branch, entry["file"], count(entry["units"], "unit")
         + (f", corrections {size(entry['correction_bytes'])}" if entry["correction_bytes"] else ""))  # fmt: skip
+    if entry["guard"] is not None:
+        add(branch, "guard", _guard(entry["guard"]))
     for row in entry["mapping"]:
         start, length = row["session_start"], row["length"]
         shift = f", moved by {row['position_shift']}" if row["position_shift"] else ""
         add(branch, f"tokens {start}:{start + length}",
             f"from {row['library']}, node {row['node']}, its token {row['node_start']}{shift}")  # fmt: skip
+
+
+def _guard(record: Mapping[str, Any]) -> str:
+    """Asked for, kept, and what each tier on the way was found to be."""
+    steps = []
+    for trial in record["tried"]:
+        kl = trial["predicted_kl"] if trial["kl"] is None else trial["kl"]
+        word = "predicted KL" if trial["kl"] is None else "KL"
+        measured = "" if kl is None else f" ({word} {kl:.5f})"
+        steps.append(f"{trial['tier']} {trial['reason']}{measured}")
+    return f"asked for {record['asked']}, kept {record['kept']}: {', '.join(steps)}"
 
 
 def _codec(state: Mapping[str, Any]) -> str:

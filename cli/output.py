@@ -77,6 +77,9 @@ def mapped(facts: Mapping[str, Any]) -> str:
 
 def print_stats(stats: Mapping[str, Any], archive: object) -> None:
     """Print what an archive holds and saves, for people; `stats` is what the library gives."""
+    from pltpack.archive.figures import Figures
+
+    shown = Figures.of(stats).shown()
     print_rows([
         ("archive", str(archive)),
         ("quality", str(stats["quality"])),
@@ -87,11 +90,21 @@ def print_stats(stats: Mapping[str, Any], archive: object) -> None:
         ("  library", size(stats["library_bytes"])),
         *([("  profile", f"{size(stats['profile_bytes'])} of the library")] if stats["profile_bytes"] else []),
         ("  shards", size(stats["shard_bytes"])),
-        ("ratio", number(stats["ratio"], 2, "x")),
+        ("ratio", shown["ratio"]),
         ("bits/element", number(stats["bits_per_element"], 3)),
-        ("dedup hit rate", number(100 * stats["dedup_hit_rate"], 1, " %")),
+        ("tail bits/element", shown["tail_bits_per_element"]),
+        ("dedup hit rate", shown["dedup_hit_rate"]),
+        *quality_rows(stats, shown),
         *([("saved by sharing", f"about {size(stats['saved_bytes'])}")] if stats["saved_bytes"] > 0 else []),
     ])  # fmt: skip
+
+
+def quality_rows(stats: Mapping[str, Any], shown: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What is known of the quality of lossy sessions; nothing where nobody measured it."""
+    if stats["kl"] is None:
+        return []
+    known = f"{stats['scored_sessions']:,} of {count(stats['sessions'], 'session')}"
+    return [("KL", f"{shown['kl']} ({known})"), ("perplexity", shown["ppl_change_pct"])]
 
 
 def print_rich(renderable: Any) -> None:

@@ -11,6 +11,7 @@ from pltpack.archive.budget import NodeKey, parent_of
 from pltpack.archive.captured import kept_tensors
 from pltpack.archive.embeddings import merged_minor
 from pltpack.archive.files import container_metadata, header_reserve, session_entry
+from pltpack.archive.guard_record import kept_metadata
 from pltpack.archive.library import Library
 from pltpack.archive.reader import Archive
 from pltpack.archive.segments import Segment, dumps_json
@@ -165,6 +166,7 @@ class Merger:
         }
         if shard.entry.salt is not None:
             metadata["salt"] = shard.entry.salt
+        metadata |= kept_metadata(shard)
         container = ContainerWriter(path, header_reserve(metadata))
         try:
             _copy(container, stored, progress)

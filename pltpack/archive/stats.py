@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pltpack.archive.figures import figures, quality_of, tail_bits, tail_bytes
+from pltpack.archive.guard_record import record_of
 from pltpack.archive.shard import TokenCount
 from pltpack.codec import registry
 from pltpack.format.manifest import NAME
@@ -25,8 +27,8 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
     dict
         ``quality``, ``sessions``, ``tokens``, ``raw_bytes`` (keys and values as dumped), ``elements``,
         ``archive_bytes`` (manifest, library and shards), ``library_bytes``, ``shard_bytes``,
-        ``profile_bytes`` (profiles in the library, as stored), ``ratio``,
-        ``bits_per_element`` (everything counted), ``shared_tokens``, ``dedup_hit_rate`` (shared over all tokens),
+        ``profile_bytes`` (profiles in the library, as stored), the four figures (`pltpack.archive.figures.Figures`),
+        ``bits_per_element`` (everything counted), ``shared_tokens``,
         ``predicted_tokens`` (mapped, but held again by units of the session's own, which the mapping makes small),
         ``saved_bytes`` (about what mapped tokens would take besides, if they cost what the library's copy costs).
     """
@@ -34,7 +36,8 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
     tokens = sum(entry.tokens for entry in manifest.sessions)
     layers = archive.identity.layers
     raw = tokens * sum(layer.bytes_per_token for layer in layers)
-    elements = tokens * sum(layer.elements_per_token for layer in layers)
+    per_token = sum(layer.elements_per_token for layer in layers)
+    elements = tokens * per_token
     library = sum(entry.bytes for entry in manifest.libraries)
     sessions = sum(entry.bytes for entry in manifest.sessions)
     size = library + sessions + (archive.path / NAME).stat().st_size
@@ -52,8 +55,8 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
         "quality": manifest.quality, "sessions": len(manifest.sessions), "tokens": tokens, "raw_bytes": raw,
         "elements": elements, "archive_bytes": size, "library_bytes": library, "shard_bytes": sessions,
         "profile_bytes": profiles,
-        "ratio": raw / size, "bits_per_element": 8 * size / elements if elements else 0.0,
-        "shared_tokens": shared, "dedup_hit_rate": shared / tokens if tokens else 0.0,
+        **figures(raw, size, tokens, shared, per_token, shards).to_json(),
+        "bits_per_element": 8 * size / elements if elements else 0.0, "shared_tokens": shared,
         "predicted_tokens": predicted, "saved_bytes": sum(map(_saved_bytes, shards)) - held,
     }  # fmt: skip
 
@@ -136,9 +139,15 @@ def _session(shard: Shard) -> dict[str, Any]:
     corrections = shard.units[(shard.units["flags"] & FLAG_REFERENCE) != 0]
     predicted = predicted_tokens(shard)
     raw = len(shard.tokens) * sum(layer.bytes_per_token for layer in shard.identity.layers)
+    shared, quality, record = shard.mapped_tokens - predicted, quality_of(shard), record_of(shard)
+    per_token = sum(layer.elements_per_token for layer in shard.identity.layers)
     return {
-        "session": shard.entry.session, "tokens": len(shard.tokens), "shared_tokens": shard.mapped_tokens - predicted,
+        "session": shard.entry.session, "tokens": len(shard.tokens), "shared_tokens": shared,
         "predicted_tokens": predicted, "saved_bytes": _saved_bytes(shard),
         "file": shard.entry.file, "bytes": shard.entry.bytes, "raw_bytes": raw, "codec": codec, "config": config,
-        "units": len(shard.units), "correction_bytes": int(corrections["length"].sum()), "mapping": rows,
+        "units": len(shard.units), "correction_bytes": int(corrections["length"].sum()),
+        "tail_bits_per_element": tail_bits(tail_bytes(shard), len(shard.tokens) - shared, per_token),
+        "kl": None if quality is None else quality.kl,
+        "ppl_change_pct": None if quality is None else quality.ppl_change_pct,
+        "guard": None if record is None else record.to_json(), "mapping": rows,
     }  # fmt: skip
