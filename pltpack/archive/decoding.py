@@ -59,13 +59,19 @@ def decode_layers(
         for layer, arrays in zip(layers, [None] * len(layers) if out is None else out, strict=True)
     ]
     batch, spans = Batch(), Spans()
+    # Of units of several layers: decoded once even where nothing is kept.
+    held: dict[tuple[int, int, int], list[KeyValue]] = {}
     for target in targets:
         for segment, record, first, last in mapped_units(shard.exact_runs, shard.libraries, target.layer, start, stop):
             if segment.resident is None:
                 spans.put(target, batch, segment, record, first, last)
-            else:
-                found = segment.resident.get(segment, record)[target.layer - int(record["layer"])]
-                target.fill(found, segment.position_of(record), first, last)
+                continue
+            layer = int(record["layer"])
+            key = (id(segment), int(record["offset"]), layer)
+            found = held[key] if key in held else segment.resident.get(segment, record)
+            if record["layer_count"] > 1:
+                held[key] = found
+            target.fill(found[target.layer - layer], segment.position_of(record), first, last)
     # Own units come after: they may replace mapped values.
     batch.run()
     spans.run()

@@ -7,16 +7,17 @@ then use a part of the basis only, and the layers' own bases serve the few token
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from pltpack.codec import rate
+from pltpack.codec import products, rate
 from pltpack.codec.coefficients import Order
 from pltpack.codec.dual import dual
-from pltpack.codec.profile import Group, Profile
+from pltpack.codec.profile import Group, Profile, rows_of
 
 #: Tokens whose product is made at once: tokens are sorted by class, and each run uses what its finest class needs.
 _RUN = 64
@@ -44,6 +45,11 @@ class GroupBases:
         self.logs = logs[self._order].astype(np.int32)
         # In a sorted list, how many shared components precede each end: what a product of a prefix needs.
         self._reach = np.maximum.accumulate(np.where(self._order < self.rank, self._order + 1, 0))
+        # What decoding needs of each layer, made when it is first needed: early layers are asked for first.
+        count = group.stop - group.start
+        self._shared: list[np.ndarray | None] = [None] * count
+        self._local: list[np.ndarray | None] = [None] * count
+        self._locks = [threading.Lock() for _ in range(count)]
 
     @functools.cached_property
     def _analysis(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
@@ -89,45 +95,77 @@ class GroupBases:
         _round(found, inverse[classes], out)
         return out
 
-    def synthesize(self, quantized: np.ndarray, order: Order, classes: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Centered, un-rotated rows, float32 ``[T, rows]``, of quantized coefficients."""
-        return self.rows_of(self.spread(quantized, order, classes, steps), range(self.group.start, self.group.stop))
-
     def spread(self, quantized: np.ndarray, order: Order, classes: np.ndarray, steps: np.ndarray) -> Spread:
         """Quantized coefficients over their steps, ready for products with the bases."""
-        _, local = self._synthesis
         widths = np.append(rate.value_of(steps), 0.0).astype(np.float32)
         tokens, rows = len(classes), self.group.last - self.group.first
         shared = np.zeros((tokens, self.rank), np.float32)
         own = np.zeros((tokens, rows), np.float32)
-        used = np.zeros((tokens, len(local)), np.bool_)
-        layer_of = np.repeat(np.arange(len(local)), [len(basis) for basis in local])
+        layers = range(self.group.start, self.group.stop)
+        used = np.zeros((tokens, len(layers)), np.bool_)
+        layer_of = np.repeat(np.arange(len(layers)), [rows_of(self._profile.layers[layer]) for layer in layers])
         live = np.append(order.live, 0)
         place = np.empty(tokens, np.int64)
         place[order.tokens] = np.arange(tokens)
         _spread(quantized, widths[classes], live[classes], self._order, self.rank, layer_of, place, shared, own, used)
         most = [int(live[classes[order.tokens[at : at + _RUN]]].max()) for at in range(0, tokens, _RUN)]
         needs = [int(self._reach[count - 1]) if count else 0 for count in most]
-        return Spread(order.tokens, needs, shared, own, used)
+        # As many tokens as whole packets have; those that are none go where nobody looks.
+        places = np.full(-(-tokens // products.TOKENS) * products.TOKENS, tokens, np.int64)
+        places[:tokens] = order.tokens
+        lists = Lists(*products.packets(shared, needs, _RUN), places)
+        alone = shared[-1:, : needs[-1]] if tokens % _RUN == 1 else None
+        return Spread(lists, alone, own, used)
 
-    def rows_of(self, spread: Spread, layers: range) -> np.ndarray:
-        """Centered, un-rotated rows of some of the group's layers, float32 ``[T, rows]``."""
-        shared, local = self._synthesis
-        first, last = (self._profile.rows[layer] - self.group.first for layer in (layers.start, layers.stop))
-        found = np.zeros((len(spread.tokens), last - first), np.float32)
-        for index, need in enumerate(spread.needs):
-            if need:
-                run = slice(index * _RUN, (index + 1) * _RUN)
-                np.matmul(spread.shared[run, :need], shared[:need, first:last], out=found[run])
-        out = np.empty_like(found)
-        out[spread.tokens] = found
-        for layer in layers:
-            index = layer - self.group.start
-            some = np.flatnonzero(spread.used[:, index])
-            if len(some):
-                part = slice(*(self._profile.rows[at] - self.group.first for at in (layer, layer + 1)))
-                out[some, part.start - first : part.stop - first] += spread.own[some, part] @ local[index]
+    def layer_rows(self, spread: Spread, layer: int) -> np.ndarray:
+        """Centered, un-rotated rows of one of the group's layers, float32 ``[T, rows]``."""
+        index, first = layer - self.group.start, self._profile.rows[self.group.start]
+        shared, width, lists = self._layer(index), rows_of(self._profile.layers[layer]), spread.lists
+        tokens = len(spread.own)
+        out = np.zeros((tokens + 1, shared.shape[1]), np.float32)
+        products.add(*lists[:3], shared.reshape(-1), shared.shape[1], lists.rows, out.reshape(-1))
+        if spread.alone is not None:
+            # A vector's product, which libraries sum in another order.
+            need = spread.alone.shape[1]
+            out[lists.rows[tokens - 1], :width] = spread.alone @ shared[:need, :width] if need else 0
+        out = out[:tokens, :width]
+        some = np.flatnonzero(spread.used[:, index])
+        if len(some):
+            part = slice(*(self._profile.rows[at] - first for at in (layer, layer + 1)))
+            out[some] += spread.own[some, part] @ self._own(index)
         return out
+
+    def _layer(self, index: int) -> np.ndarray:
+        """Columns of one layer of the shared basis for un-rotated rows, filled up with zeros: ``[components, C]``."""
+        with self._locks[index]:
+            found = self._shared[index]
+            if found is None:
+                layer = self.group.start + index
+                part = slice(*(self._profile.rows[at] - self.group.first for at in (layer, layer + 1)))
+                columns = self._profile.shared(self.group, part)
+                found = np.zeros((self.rank, -(-columns.shape[1] // products.LANES) * products.LANES), np.float32)
+                found[:, : columns.shape[1]] = self._profile.unwhitened(columns, range(layer, layer + 1))
+                self._shared[index] = found
+            return found
+
+    def _own(self, index: int) -> np.ndarray:
+        """One layer's own basis for un-rotated rows."""
+        with self._locks[index]:
+            found = self._local[index]
+            if found is None:
+                layer = self.group.start + index
+                found = self._profile.unwhitened(self._profile.local(layer), range(layer, layer + 1))
+                self._local[index] = found
+            return found
+
+
+class Lists(NamedTuple):
+    """Coefficients of the shared basis as `products.packets` gives them, and the token of each place."""
+
+    parts: np.ndarray
+    index: np.ndarray
+    value: np.ndarray
+    rows: np.ndarray
 
 
 class Spread(NamedTuple):
@@ -135,21 +173,18 @@ class Spread(NamedTuple):
 
     Attributes
     ----------
-    tokens : ndarray
-        Token of each place: sorted by class, so that a run of places needs a part of the shared basis only.
-    needs : list of int
-        Shared components that each run of places needs.
-    shared : ndarray
-        float32 ``[T, rank]`` by place.
+    lists : Lists
+        Those of the shared basis; tokens are sorted by class.
+    alone : ndarray or None
+        float32 ``[1, n]``: those of the last token in that order where no other shares its run.
     own : ndarray
         float32 ``[T, rows]`` by token: components of the layers' own bases.
     used : ndarray
         bool ``[T, L]``: which of those are not all 0.
     """
 
-    tokens: np.ndarray
-    needs: list[int]
-    shared: np.ndarray
+    lists: Lists
+    alone: np.ndarray | None
     own: np.ndarray
     used: np.ndarray
 

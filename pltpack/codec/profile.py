@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -160,8 +161,11 @@ class Profile:
 
     @functools.cached_property
     def _inverse_roots(self) -> list[np.ndarray]:
+        found: list[np.ndarray] = []
         try:
-            found = [np.linalg.inv(root) for root in self._roots]
+            # Those of one width together: a call takes as long as the inversion of a small matrix.
+            for _, roots in itertools.groupby(self._roots, key=len):
+                found += list(np.linalg.inv(np.stack(list(roots))))
         except np.linalg.LinAlgError:
             found = []
         if not found or not all(np.isfinite(matrix).all() for matrix in found):
@@ -181,13 +185,13 @@ class Profile:
     def _first_block(self, layer: int) -> int:
         return sum(2 * geometry.heads for geometry in self.layers[:layer])
 
-    def shared(self, group: Group) -> np.ndarray:
-        """A group's basis in whitened rows: float32 ``[components, rows]``."""
+    def shared(self, group: Group, rows: slice | None = None) -> np.ndarray:
+        """A group's basis in whitened rows, or some of its rows: float32 ``[components, rows]``."""
         index = self.groups.index(group)
         at = sum((g.component.stop - g.component.start) * (g.last - g.first) for g in self.groups[:index])
-        rank, rows = group.component.stop - group.component.start, group.last - group.first
+        rank, width = group.component.stop - group.component.start, group.last - group.first
         scale = self._basis_scale[group.component, None]
-        found: np.ndarray = self._basis[at : at + rank * rows].reshape(rank, rows) * scale
+        found: np.ndarray = self._basis[at : at + rank * width].reshape(rank, width)[:, rows or slice(None)] * scale
         return found
 
     def local(self, layer: int) -> np.ndarray:

@@ -326,14 +326,16 @@ class BegunUnit:
     def finish(self, layers: range, out: Sequence[KeyValue]) -> None:
         """Decode some of the unit's layers, one pair of arrays each."""
         unit = self._unit
-        geometries = _geometries(unit)[layers.start - unit.layer : layers.stop - unit.layer]
-        before = sum(layer.elements_per_token for layer in _geometries(unit)[: layers.start - unit.layer])
-        part = slice(before, before + sum(layer.elements_per_token for layer in geometries))
-        rows = self._bases.rows_of(self._spread, layers)
-        rows += self._center[..., part]
-        from_rows(rows, out, geometries, self._identity, unit.position)
-        if len(self._marks):
-            self._put_exact(self._bits[:, part], geometries, out)
+        at = sum(layer.elements_per_token for layer in _geometries(unit)[: layers.start - unit.layer])
+        for layer, pair in zip(layers, out, strict=True):
+            geometry = [_geometries(unit)[layer - unit.layer]]
+            part = slice(at, at + geometry[0].elements_per_token)
+            rows = self._bases.layer_rows(self._spread, layer)
+            rows += self._center[..., part]
+            from_rows(rows, [pair], geometry, self._identity, unit.position)
+            if len(self._marks):
+                self._put_exact(self._bits[:, part], geometry, [pair])
+            at = part.stop
 
     def _put_exact(self, bits: np.ndarray, layers: Sequence[LayerGeometry], out: Sequence[KeyValue]) -> None:
         at = 0

@@ -44,7 +44,7 @@ class Loader:
     memory : int
         Bytes; 80 % of them for decoded library centroids.
     workers : int, optional
-        Threads that decode; one less than there are cores, and at least one, by default.
+        Threads that decode; as many as there are cores by default.
     identity : Identity, optional
         The engine's own; every field that it knows must agree with the archive's, and only sessions of its salt are
         found. By default what the archive was opened with.
@@ -79,7 +79,7 @@ class Loader:
         mapped: bool = False,
     ) -> None:
         _check_device(device)
-        workers = max(1, (os.cpu_count() or 1) - 1) if workers is None else workers
+        workers = (os.cpu_count() or 1) if workers is None else workers
         if not (1 <= depth <= MAX_DEPTH and workers >= 1 and memory >= 0):
             raise UnsupportedError(f"a loader takes a depth of 1 to {MAX_DEPTH}, at least one worker, and memory")
         if identity is not None:
