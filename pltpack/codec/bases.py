@@ -163,8 +163,8 @@ class Lists(NamedTuple):
     """Coefficients of the shared basis as `products.packets` gives them, and the token of each place."""
 
     parts: np.ndarray
-    index: np.ndarray
-    value: np.ndarray
+    components: np.ndarray
+    values: np.ndarray
     rows: np.ndarray
 
 
