@@ -16,13 +16,14 @@ from pltpack_cli.decompress import decompress
 from pltpack_cli.failures import Reporting, reported
 from pltpack_cli.inspect import inspect
 from pltpack_cli.maintain import compact, gc
+from pltpack_cli.report import report
 from pltpack_cli.score import score
 from pltpack_cli.transfer import export_session, import_session
 from pltpack_cli.verify import verify
 
 COMMANDS = (
     compress, append, decompress, inspect, verify, compact, gc, export_session, import_session, capture,
-    calibrate, score, bench, completion,
+    calibrate, score, report, bench, completion,
 )  # fmt: skip
 
 

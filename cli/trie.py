@@ -19,11 +19,12 @@ def trie_of(archive: Archive, tokenizer: Path | None) -> dict[str, Any]:
     """The view of an archive's trie, with text if a tokenizer is given."""
     from pltpack.archive.trie_view import trie_view
 
-    text = None if tokenizer is None else _decoder(tokenizer)
+    text = None if tokenizer is None else decoder(tokenizer)
     return archive.in_one_generation(lambda: trie_view(archive, text))
 
 
-def _decoder(path: Path) -> Callable[[Sequence[int]], str]:
+def decoder(path: Path) -> Callable[[Sequence[int]], str]:
+    """A tokenizer, as what turns token ids into text."""
     from pltpack.errors import DumpError, NotFoundError, UnsupportedError
 
     file = path / "tokenizer.json" if path.is_dir() else path

@@ -233,17 +233,11 @@ class TransformCodec(Codec):
         """See `Codec.begin_span`: undoes the entropy coding."""
         bases, layers = self._bases_of(unit), _geometries(unit)
         reader = Reader(payload)
-        flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
+        flags, log_step, marks, classes = _head(reader, unit.tokens)
         if flags not in _FLAGS or bool(flags) != (reference is not None):
             raise ValueError("unit has unknown flags, or a reference where there should be none")
-        if abs(log_step) > rate.MAX_LOG_STEP:
-            raise ValueError("unit has a step out of range")
-        marks = reader.array(count, "<u2").astype(np.int64)
-        if count and (marks[-1] >= unit.tokens or (np.diff(marks) <= 0).any()):
-            raise ValueError("exact tokens are out of order")
         exact = np.zeros(unit.tokens, np.bool_)
         exact[marks] = True
-        classes = unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
         steps = widths = rate.steps(log_step)
         if flags & _FLAG_PREDICTED:
             predicted = unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
@@ -255,6 +249,7 @@ class TransformCodec(Codec):
         order = Order.of(bases.logs, steps, classes, self._tables)
         quantized = coefficients.decode(reader, order, self._tables, (unit.tokens, len(bases.logs)))
         spread = bases.spread(quantized, order, classes, widths)
+        count = len(marks)
         bits = np.empty((count, sum(layer.elements_per_token for layer in layers)), _widest(layers))
         if count:
             exact_tokens.decode(reader, bits, unit.position + marks, *self._exact_layout(bases, layers), self._tables)
@@ -363,6 +358,27 @@ def exact_rows(arrays: Sequence[KeyValue]) -> np.ndarray:
             kind = np.dtype(f"u{array.dtype.itemsize}")
             parts.append(np.ascontiguousarray(array.transpose(1, 0, 2)).view(kind).reshape(array.shape[1], -1))
     return np.concatenate(parts, axis=1)
+
+
+def unit_head(payload: memoryview, tokens: int) -> tuple[int, int, np.ndarray, np.ndarray]:
+    """What a unit's payload says before its coefficients: flags, base step, exact tokens, and classes of all.
+
+    Raises
+    ------
+    ValueError
+        If it is malformed.
+    """
+    return _head(Reader(payload), tokens)
+
+
+def _head(reader: Reader, tokens: int) -> tuple[int, int, np.ndarray, np.ndarray]:
+    flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
+    if abs(log_step) > rate.MAX_LOG_STEP:
+        raise ValueError("unit has a step out of range")
+    marks = reader.array(count, "<u2").astype(np.int64)
+    if count and (marks[-1] >= tokens or (np.diff(marks) <= 0).any()):
+        raise ValueError("exact tokens are out of order")
+    return flags, log_step, marks, unpack_nibbles(reader.take((tokens + 1) // 2), tokens)
 
 
 def pack_nibbles(values: np.ndarray) -> bytes:
