@@ -13,7 +13,8 @@ from pltpack_cli.progress import progress_bars
 
 @click.command(short_help="Write one page about an archive: what it holds, shares, costs.")
 @archive_argument
-@click.option("-o", "--output", type=PATH, required=True, metavar="HTML", help="Page to write, replaced if it is there.")
+@click.option("-o", "--output", type=PATH, required=True, metavar="HTML",
+              help="Page to write, replaced if it is there.")  # fmt: skip
 @click.option("--scores", type=PATH, metavar="FILE", help="What pltpack score --json printed: the curve of rate and "
               "distortion, and each session's quality.")  # fmt: skip
 @click.option("--against", "dumps", multiple=True, type=PATH, metavar="DUMP",
@@ -30,8 +31,8 @@ def report(
 ) -> None:  # fmt: skip
     """Write one self-contained page about an archive.
 
-    It shows what was saved and where it came from, the trie, rate and distortion, the error of each layer and head, every
-    session, and what the guard decided. The page loads nothing: mail it, or keep it beside the archive.
+    It shows what was saved and where it came from, the trie, rate and distortion, the error of each layer and head,
+    every session, and what the guard decided. The page loads nothing: mail it, or keep it beside the archive.
     """
     import pltpack
     from pltpack.dumps import open_dumps

@@ -33,9 +33,9 @@ def measured(archive: Archive, dumps: Sequence[Snapshot], progress: Progress) ->
     Returns
     -------
     dict
-        ``how`` (``measured``), ``sessions`` (compared), ``keys`` and ``values``: per layer, per head, the RMS error over
-        the RMS value of the tokens that are not kept bit for bit in this head, or 0 where all are; None where a value
-        that is not finite was not kept.
+        ``how`` (``measured``), ``sessions`` (compared), ``keys`` and ``values``: per layer, per head, the RMS error
+        over the RMS value of the tokens that are not kept bit for bit in this head, or 0 where all are; None where a
+        value that is not finite was not kept.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pltpack.report.gathering import gather
 from pltpack.report.document import page
+from pltpack.report.gathering import gather
 
 __all__ = ["gather", "page"]

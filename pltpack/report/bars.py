@@ -44,8 +44,8 @@ def stacked(label: str, parts: Sequence[Part]) -> Markup:
         for part in seen
     )  # fmt: skip
     legend = joined(
-        element("li", element("i", class_=f"key {part.class_}"), element("b", part.name), " ",
-                f"{part.shown}, {percent(part.amount, whole)}",
+        element("li", element("i", class_=f"key {part.class_}"), element("b", part.name),
+                element("span", f"{part.shown} · {percent(part.amount, whole)}"),
                 *([element("small", part.more)] if part.more else []))
         for part in seen
     )  # fmt: skip

@@ -18,6 +18,12 @@ from pltpack.report.markup import Markup, element, joined, text
 from pltpack.report.rd_chart import rated, rd_chart
 from pltpack.report.trie_map import hot_paths, trie_map
 
+#: Tier of each codec with its configuration, see `tables.configured`.
+_TIER_NAMES = {tables.configured(codec, config): tier for tier, (codec, config) in TIERS.items()}
+
+#: What a span of a session is, and the class of its colour.
+_KINDS = (("exact prefix", "exact"), ("near window", "near"), ("predicts others", "kept"), ("own", "own"))
+
 
 def page(found: Mapping[str, Any], version: str) -> str:
     """The page as one HTML document that loads nothing.
@@ -68,7 +74,8 @@ def _figures(found: Mapping[str, Any]) -> Markup:
     if stats["kl"] is not None:
         kl, more = shown["kl"], f"perplexity {shown['ppl_change_pct']}, {known}"
     elif own is not None:
-        kl, more = f"{own.total['kl']:.5f} nats", f"perplexity {own.total['ppl_change_pct']:+.2f} %, from the scores given"
+        kl = f"{own.total['kl']:.5f} nats"
+        more = f"perplexity {own.total['ppl_change_pct']:+.2f} %, from the scores given"
     else:
         kl, more = shown["kl"], "score the archive, or compress it with a guard"
     tiles = [
@@ -80,10 +87,16 @@ def _figures(found: Mapping[str, Any]) -> Markup:
          f"of what no other session has; {stats['bits_per_element']:.3f} with all files"),
     ]  # fmt: skip
     return joined(
-        element("div", element("dt", name), element("dd", value, class_="value" if value[0].isdigit() else "value unknown"),
+        element("div", element("dt", name),
+                element("dd", _value(value), class_="value" if value[0].isdigit() else "value unknown"),
                 element("dd", more, class_="more"), class_="tile")
         for name, value, more in tiles
     )  # fmt: skip
+
+
+def _value(shown: str) -> Markup:
+    number, space, unit = shown.partition(" ")
+    return joined([number, space, element("small", unit)]) if unit == "nats" else text(shown)
 
 
 def _bytes(found: Mapping[str, Any]) -> Markup:
@@ -123,14 +136,14 @@ def _sharing(found: Mapping[str, Any]) -> Markup:
     stats, nodes = found["archive"]["stats"], found["trie"]["nodes"]
     sessions = {one["session"]: one["tokens"] for one in found["archive"]["sessions"]}
     shared = sum(node["kind"] == "library" for node in nodes)
-    lede = (f"A row a session, tokens from left to right. The library holds {count(shared, 'node')}: a block over several "
-            "rows is a prefix that they share, the darker the more it saves. Amber windows are coded as differences from "
-            "a place elsewhere; grey is a session's own.")  # fmt: skip
+    lede = (f"A row a session, tokens from left to right. The library holds {count(shared, 'node')}: a block over "
+            "several rows is a prefix that they share, the stronger the more it saves. Amber windows are coded as "
+            "differences from hatched ones elsewhere; grey is a session's own.")  # fmt: skip
     if not stats["sessions"]:
         return _section("What sessions share", "The archive has no sessions.", anchor="trie")
     paths = hot_paths(nodes)
-    key = element("ul", *(element("li", element("i", class_=f"key {class_}"), name) for name, class_ in
-                          (("exact prefix", "exact"), ("near window", "near"), ("own", "own"))), class_="legend inline")  # fmt: skip
+    key = element("ul", *(element("li", element("i", class_=f"key {class_}"), name) for name, class_ in _KINDS),
+                  class_="legend inline")  # fmt: skip
     table = [element("h3", "Hot paths"), tables.path_table(paths)] if paths else []
     return _section("What sessions share", lede, key, trie_map(nodes, sessions, found["provenance"]["spans"]), *table,
                     anchor="trie")  # fmt: skip
@@ -158,6 +171,9 @@ def _distortion(found: Mapping[str, Any]) -> Markup:
 
 def _errors(found: Mapping[str, Any]) -> Markup:
     errors, title = found["errors"], "Error by layer and head"
+    if errors is None and found["exact"]:
+        lede = "None: all sessions are in bit-exact codecs, and every unit has a checksum."
+        return _section(title, lede, anchor="errors")
     if errors is None:
         return _section(title, joined([
             "Not measured, and there is no profile that would predict it. ",
@@ -178,12 +194,11 @@ def _sessions(found: Mapping[str, Any]) -> Markup:
     box = element("input", type="search", placeholder="Find a session", aria_label="Find a session", id="find",
                   autocomplete="off")  # fmt: skip
     return _section("Sessions", "Choose a column to sort by it.", box,
-                    tables.session_table(sessions, found["own_score"]), anchor="sessions")  # fmt: skip
+                    tables.session_table(sessions, found["own_score"], _TIER_NAMES), anchor="sessions")  # fmt: skip
 
 
 def _tiers(found: Mapping[str, Any]) -> Markup:
     sessions = found["archive"]["sessions"]
-    names = {(codec, repr(sorted(config.items()))): tier for tier, (codec, config) in TIERS.items()}
     decisions = tables.guard_table(sessions)
     guarded = sum(one["guard"] is not None for one in sessions)
     stepped = sum(one["guard"] is not None and one["guard"]["asked"] != one["guard"]["kept"] for one in sessions)
@@ -192,7 +207,7 @@ def _tiers(found: Mapping[str, Any]) -> Markup:
     else:
         lede = (f"The guard looked at {guarded:,} of {count(len(sessions), 'session')} and stepped {stepped:,} up "
                 f"({percent(stepped, guarded)}).")  # fmt: skip
-    table = tables.codec_table(found["provenance"]["codecs"], names)
+    table = tables.codec_table(found["provenance"]["codecs"], _TIER_NAMES)
     more = [] if decisions is None else [element("h3", "Guard decisions"), decisions]
     return _section("Tiers and guard", lede, table, *more, anchor="tiers")
 

@@ -39,8 +39,9 @@ def gather(
     dict
         ``name``, ``archive`` (see `pltpack.archive.stats.describe`), ``provenance``
         (`pltpack.archive.provenance.provenance`), ``trie`` (`pltpack.archive.trie_view.trie_view`), ``errors``
-        (`pltpack.archive.head_errors`, or None), ``scores`` (a list of `pltpack.report.scores.Point`) and ``own_score``
-        (the one that is of this very archive, or None).
+        (`pltpack.archive.head_errors`, or None), ``exact`` (whether every session is stored in bit-exact codecs),
+        ``scores`` (a list of `pltpack.report.scores.Point`) and ``own_score`` (the one that is of this very archive, or
+        None).
 
     Raises
     ------
@@ -49,6 +50,7 @@ def gather(
     """
     from pltpack.archive import head_errors
     from pltpack.archive.create import quiet
+    from pltpack.archive.figures import is_exact
     from pltpack.archive.provenance import provenance
     from pltpack.archive.trie_view import trie_view
     from pltpack.report.scores import read_scores
@@ -60,9 +62,10 @@ def gather(
         size = described["stats"]["archive_bytes"]
         errors = (head_errors.measured(archive, against, progress or quiet) if against
                   else head_errors.predicted(archive))  # fmt: skip
+        exact = all(is_exact(archive.shard(name)) for name in archive.sessions)
         return {
             "name": archive.path.resolve().name, "archive": described, "provenance": provenance(archive),
-            "trie": trie_view(archive, text), "errors": errors, "scores": points,
+            "trie": trie_view(archive, text), "errors": errors, "exact": exact, "scores": points,
             # A scored archive is told by its exact size: its folder may have been renamed.
             "own_score": next((point for point in points if point.stored_bytes == size), None),
         }  # fmt: skip

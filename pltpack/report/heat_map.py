@@ -43,7 +43,7 @@ def _panel(kind: str, errors: Errors, most: float) -> Markup:
     group = max(1, -(-heads // MOST_HEADS))
     rows = []
     for first in range(0, heads, group):
-        name = f"{kind[0].upper()}{first}" if group == 1 else f"{kind[0].upper()}{first}–{min(first + group, heads) - 1}"
+        name = f"{kind[0].upper()}{first}" + (f"–{min(first + group, heads) - 1}" if group > 1 else "")
         cells = joined(_cell(kind, index, first, layer[first : first + group], most)
                        for index, layer in enumerate(errors))  # fmt: skip
         rows.append(element("div", element("b", name), element("div", cells, class_="cells"), class_="heat-row"))

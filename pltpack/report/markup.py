@@ -26,7 +26,7 @@ def text(value: object) -> Markup:
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
-    """An element; attributes of value None are left out, ``class_`` stands for ``class``, ``data_tip`` for ``data-tip``.
+    """An element; attributes of value None are left out, ``class_`` is ``class``, ``data_tip`` is ``data-tip``.
 
     Parameters
     ----------
@@ -37,9 +37,8 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
     **attributes : object
         Values are escaped.
     """
-    given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items() if value is not None
-    )
+    named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    given = "".join(f' {key}="{text(value)}"' for key, value in named.items())
     if name in _VOID:
         return Markup(f"<{name}{given}>")
     return Markup(f"<{name}{given}>{joined(children)}</{name}>")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -92,7 +93,7 @@ def _curves(points: Sequence[Point], own: Point | None, x: _Axis, y: _Axis) -> l
         colour = min(number, _COLOURS - 1)
         curve = sorted((point for point in points if point.family == family), key=lambda point: point.bits or 0)
         places = [(x.at(point.bits or 1), y.at(point.total["kl"])) for point in curve]
-        for (x1, y1), (x2, y2) in zip(places, places[1:], strict=False):
+        for (x1, y1), (x2, y2) in itertools.pairwise(places):
             parts.append(_line(x1, y1, x2, y2, f"curve c{colour}"))
         for point, (px, py) in zip(curve, places, strict=True):
             marks += _point(point, own, px, py, colour, label=True)

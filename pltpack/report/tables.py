@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from pltpack.report.amounts import count, nats, percent, signed, size, times
@@ -51,18 +52,29 @@ def _cell(cell: Cell, column: Column, index: int) -> Markup:
                    class_="n" if column.number else None)  # fmt: skip
 
 
-def session_table(sessions: Sequence[Mapping[str, Any]], own: Point | None) -> Markup:
+def configured(codec: str | None, config: Mapping[str, Any] | None) -> tuple[str, str]:
+    """A codec with its configuration, as a key."""
+    return str(codec), repr(sorted((config or {}).items()))
+
+
+def session_table(
+    sessions: Sequence[Mapping[str, Any]], own: Point | None, tiers: Mapping[tuple[str, str], str]
+) -> Markup:
     """Every session: size, ratio, where its tokens came from, quality, and the tier it is kept in."""
-    shown = sorted(sessions, key=lambda one: -one["bytes"])[:MOST_SESSIONS] if len(sessions) > MOST_SESSIONS else sessions
+    shown = sessions
+    if len(sessions) > MOST_SESSIONS:
+        shown = sorted(sessions, key=lambda one: -one["bytes"])[:MOST_SESSIONS]
     columns = [
         Column("session", number=False), Column("tokens"), Column("raw"), Column("stored", tip="bytes of its shard"),
         Column("ratio", tip="raw bytes over bytes of its shard; the library is not counted"),
-        Column("shared", tip="tokens that the library has"), Column("predicted", tip="tokens predicted from the library"),
-        Column("tail bits", tip="bits per element of its own units"),
-        Column("KL", tip="nats per token"), Column("perplexity", tip="change in percent"),
-        Column("tier", number=False),
+        Column("shared", tip="tokens that the library has"),
+        Column("predicted", tip="tokens predicted from the library"),
+        Column("tail bits", tip="bits per element of its own units"), Column("KL", tip="nats per token"),
+        Column("perplexity", tip="change in percent"), Column("tier", number=False),
     ]  # fmt: skip
-    rows = [_session(one, own) for one in shown]
+    rows = [_session(one, own, tiers) for one in shown]
+    known = [not column.number or any(row[at].value is not None for row in rows) for at, column in enumerate(columns)]
+    columns, rows = list(compress(columns, known)), [list(compress(row, known)) for row in rows]
     left = len(sessions) - len(shown)
     parts = [sortable(columns, rows, "Sessions")]
     if left:
@@ -70,14 +82,15 @@ def session_table(sessions: Sequence[Mapping[str, Any]], own: Point | None) -> M
     return joined(parts)
 
 
-def _session(one: Mapping[str, Any], own: Point | None) -> list[Cell]:
+def _session(one: Mapping[str, Any], own: Point | None, tiers: Mapping[tuple[str, str], str]) -> list[Cell]:
     tokens = one["tokens"]
     scored = own.sessions.get(one["session"]) if own else None
     kl = scored["kl"] if scored else one["kl"]
     change = scored["ppl_change_pct"] if scored else one["ppl_change_pct"]
     ratio = one["raw_bytes"] / one["bytes"] if one["bytes"] else 0.0
     guard = one["guard"]
-    tier, stepped = (guard["kept"], guard["kept"] != guard["asked"]) if guard else (one["codec"] or "shared", False)
+    found = tiers.get(configured(one["codec"], one["config"]), one["codec"] or "shared")
+    tier, stepped = (guard["kept"], guard["kept"] != guard["asked"]) if guard else (found, False)
     mark = element("span", f"{tier} ↑" if stepped else tier, class_="tag stepped" if stepped else "tag")
     return [
         Cell(one["session"]), Cell(f"{tokens:,}", tokens), Cell(size(one["raw_bytes"]), one["raw_bytes"]),
@@ -100,7 +113,7 @@ def codec_table(codecs: Sequence[Mapping[str, Any]], tiers: Mapping[tuple[str, s
     rows = []
     for row in codecs:
         settings = ", ".join(f"{key} {value}" for key, value in row["config"].items())
-        tier = tiers.get((row["codec"], repr(sorted(row["config"].items()))), "–")
+        tier = tiers.get(configured(row["codec"], row["config"]), "–")
         rows.append([
             Cell(tier), Cell(f"{row['codec']} ({settings})" if settings else row["codec"]),
             Cell(f"{row['sessions']:,}", row["sessions"]), Cell(f"{row['units']:,}", row["units"]),

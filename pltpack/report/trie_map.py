@@ -11,6 +11,8 @@ from pltpack.report.markup import Markup, element, joined
 #: Rows that are drawn, and paths that are listed.
 MOST_ROWS, MOST_PATHS = 60, 8
 _ROW, _DENSE = 24, 14
+#: Blocks that take no larger a part of the width have no room for text.
+_NARROW = 0.12
 
 
 def trie_map(nodes: Sequence[Mapping[str, Any]], sessions: Mapping[str, int], spans: Mapping[str, Any]) -> Markup:
@@ -46,10 +48,10 @@ def trie_map(nodes: Sequence[Mapping[str, Any]], sessions: Mapping[str, int], sp
         element("div", element("div", names, class_="map-names"),
                 element("div", drawing, class_="map-rows", style=f"height:{len(rows) * height}px"),
                 class_="map dense" if height == _DENSE else "map", role="img",
-                aria_label=f"{count(len(rows), 'session')} as rows of up to {longest:,} tokens; blocks over several rows "
-                "are what they share"),
+                aria_label=f"{count(len(rows), 'session')} as rows of up to {longest:,} tokens; blocks over several "
+                "rows are what they share"),
         element("div", *_ticks(longest), class_="map-axis"),
-        *([element("p", f"{count(left, 'more session')} that share less are not drawn.", class_="note")] if left else []),
+        *([element("p", f"Not drawn: {count(left, 'session')} that share less.", class_="note")] if left else []),
     ])  # fmt: skip
 
 
@@ -85,8 +87,8 @@ def _block(block: Mapping[str, Any], facts: Mapping[Any, Any], most: int, longes
     name = label(block["library"], block["node"])
     if block["kind"] == "near":
         moved = f", moved by {block['shift']:+,} positions" if block["shift"] else ""
-        return element("i", class_="map-near", style=style,
-                       data_tip=f"near window, tokens {start:,}–{stop:,}: predicted from node {name}{moved}")  # fmt: skip
+        tip = f"near window, tokens {start:,}–{stop:,}: predicted from node {name}{moved}"
+        return element("i", class_="map-near", style=style, data_tip=tip)
     visits, saved = (node["visits"], node["saved_bytes"]) if node else (rows, 0)
     strength = 0.3 + 0.7 * (saved / most) ** 0.5
     kept = f"saves {size(saved)}" if saved else "kept for predictions"
@@ -95,8 +97,9 @@ def _block(block: Mapping[str, Any], facts: Mapping[Any, Any], most: int, longes
         tip += f", {node['information'] / node['tokens']:.2f} bits a token"
     if node and node.get("text"):
         tip += f"\n“{node['text']}”"
-    shown = f"{visits} × {block['length']:,} tokens, {kept}" if rows > 1 else ""
-    class_ = "map-exact hot" if strength > 0.65 else "map-exact"
+    wide = rows > 1 and block["length"] > _NARROW * longest
+    shown = f"{visits} × {block['length']:,} tokens, {kept}" if wide else ""
+    class_ = "map-exact kept" if not saved else "map-exact hot" if strength > 0.65 else "map-exact"
     return element("i", element("span", shown), class_=class_, style=f"{style};--heat:{strength:.3f}", data_tip=tip)
 
 
@@ -108,11 +111,14 @@ def label(library: str, node: int) -> str:
 
 def _ticks(longest: int) -> list[Markup]:
     step = nice_step(longest)
-    places = [*range(0, longest + 1, step)]
-    return [
-        element("span", f"{at:,}" + (" tokens" if at == places[-1] else ""), style=f"left:{100 * at / longest:.3f}%")
-        for at in places
-    ]
+    parts = []
+    for at in range(0, longest + 1, step):
+        last, place = at + step > longest, 100 * at / longest
+        # A label that would leave the drawing stands left of its place.
+        side = f"right:{100 - place:.3f}%" if place > 85 else f"left:{place:.3f}%"
+        parts.append(element("span", f"{at:,} tokens" if last else f"{at:,}", style=side,
+                             class_="before" if place > 85 else None))  # fmt: skip
+    return parts
 
 
 def nice_step(longest: int) -> int:
