@@ -15,7 +15,8 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 
 #: Identity fields that a loader may take unknown; the order of ``pltpack.snapshot.Identity``.
-IDENTITY_FIELDS = ("model", "weights", "tokenizer", "rope", "keys", "layers", "tp_rank", "tp_size", "salt")
+IDENTITY_FIELDS = ("model", "weights", "tokenizer", "quantized", "rope", "keys", "layers", "tp_rank", "tp_size",
+                   "salt")  # fmt: skip
 
 
 class Span(click.ParamType):

@@ -92,6 +92,9 @@ class Identity:
         Tensor-parallel rank and size.
     salt : str or None
         Tenant: sessions of different salts never share anything.
+    quantized : mapping or None
+        How the engine quantized the cache, where the layers hold its integers and scales instead of values: see
+        `pltpack.dumps.quantized`.
     """
 
     model: str | None = None
@@ -103,15 +106,18 @@ class Identity:
     tp_rank: int | None = None
     tp_size: int | None = None
     salt: str | None = None
+    quantized: Mapping[str, Any] | None = None
 
     #: Fields that every session of one archive agrees on; the salt may differ and then forbids sharing.
-    ARCHIVE_FIELDS = ("model", "weights", "tokenizer", "rope", "keys", "layers", "tp_rank", "tp_size")
+    ARCHIVE_FIELDS = ("model", "weights", "tokenizer", "quantized", "rope", "keys", "layers", "tp_rank", "tp_size")
 
     def __post_init__(self) -> None:
         # What a file gives back: lists for tuples, text for keys.
-        if isinstance(self.rope, Mapping):
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                object.__setattr__(self, "rope", json.loads(json.dumps(dict(self.rope), allow_nan=False)))
+        for name in ("rope", "quantized"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                with contextlib.suppress(TypeError, ValueError, RecursionError):
+                    object.__setattr__(self, name, json.loads(json.dumps(dict(value), allow_nan=False)))
 
     def check(self, path: str | None = None) -> None:
         """Check that files can hold this identity.
@@ -138,7 +144,7 @@ class Identity:
             if field.name == "layers":
                 names = [f.name for f in dataclasses.fields(LayerGeometry)]
                 value = [{n: v for n in names if (v := getattr(layer, n)) is not None} for layer in value]
-            elif field.name == "rope":
+            elif field.name in ("rope", "quantized"):
                 value = dict(value)
             out[field.name] = value
         return out
@@ -154,7 +160,7 @@ class Identity:
         """
         kinds: dict[str, type | tuple[type, ...]] = {
             "model": str, "weights": str, "tokenizer": str, "rope": Mapping, "keys": str,
-            "layers": list, "tp_rank": int, "tp_size": int, "salt": str,
+            "layers": list, "tp_rank": int, "tp_size": int, "salt": str, "quantized": Mapping,
         }  # fmt: skip
         if not isinstance(data, Mapping):
             raise UnsupportedError("identity is not a JSON object")
@@ -235,7 +241,8 @@ class Identity:
         accepted = set(accept_unknown)
         for name in (*self.ARCHIVE_FIELDS, "salt"):
             mine, theirs = getattr(self, name), getattr(loader, name)
-            if name != "salt" and (theirs is None or theirs == ()):
+            # What no loader takes by mistake: another tenant's caches, and integers for values.
+            if name not in ("salt", "quantized") and (theirs is None or theirs == ()):
                 continue
             if mine == theirs or (mine is None and name in accepted):
                 continue

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from pltpack.dumps.quantized import as_values
+from pltpack.dumps.rope_style import STYLES, in_half_style
 from pltpack.dumps.tokens import TokenLookup
 from pltpack.errors import DumpError, PltpackError, UnsupportedError
 from pltpack.snapshot import Identity, LayerGeometry, Snapshot
@@ -56,6 +58,10 @@ class Option:
     writes: bool = True
 
 
+#: An option of every engine's format.
+ROPE_STYLE = Option("how this model's keys are paired by RoPE, where the identity does not tell", STYLES, reads=False)
+
+
 class DumpFormat(abc.ABC):
     """Abstract base of all dump formats; instances hold their options and no other state.
 
@@ -76,9 +82,13 @@ class DumpFormat(abc.ABC):
     format_id: ClassVar[str]
     #: What `read` and `write` can be told, by name.
     options: ClassVar[Mapping[str, Option]] = {}
+    #: Whether it is an engine's, which takes values with keys rotated its way, or holds whatever an identity describes.
+    engine: ClassVar[bool] = True
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         self.chosen: dict[str, str] = dict(options or {})
+        #: What is known from elsewhere of the model whose dumps are read.
+        self.known: Identity | None = None
         for name, value in self.chosen.items():
             if name not in self.options:
                 known = ", ".join(self.options) or "none"
@@ -87,6 +97,20 @@ class DumpFormat(abc.ABC):
             if allowed and value not in allowed:
                 raise UnsupportedError(f"option {name!r} of dump format {self.format_id!r} is {value!r} "
                                        f"(allowed: {', '.join(allowed)})")  # fmt: skip
+
+    def prepare(self, snapshot: Snapshot) -> Snapshot:
+        """What of a snapshot `write` is given: for an engine, values, with keys in half style.
+
+        A format whose engine rotates otherwise, or which holds integers, overrides this.
+
+        Raises
+        ------
+        UnsupportedError
+            If the identity does not tell how to get there.
+        """
+        if not self.engine:
+            return snapshot
+        return in_half_style(as_values(snapshot), self.chosen.get("rope_style"))
 
     def sniff_folder(self, path: Path) -> bool:
         """Whether a folder is one dump of this format as a whole, to be read as such; never by default."""

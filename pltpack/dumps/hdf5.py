@@ -50,6 +50,7 @@ _EXTRAS = {"logprobs": np.dtype("<f4"), "logprob_ids": np.dtype("<i4"), "importa
 class Hdf5Format(base.DumpFormat):
     """One HDF5 file of many sessions."""
 
+    engine = False
     format_id = "hdf5"
 
     def sniff(self, path: Path, head: bytes) -> bool:

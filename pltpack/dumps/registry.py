@@ -29,6 +29,8 @@ _BUILT_IN = {
     "safetensors": "pltpack.dumps.safetensors_dump:SafetensorsFormat",
     "hdf5": "pltpack.dumps.hdf5:Hdf5Format",
     "transformers": "pltpack.dumps.transformers_cache:TransformersFormat",
+    "llama.cpp": "pltpack.dumps.llama_cpp:LlamaCppFormat",
+    "mlx": "pltpack.dumps.mlx_lm:MlxFormat",
 }
 _TEXTS = {".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".log", ".py", ".html"}
 _HEAD_BYTES = 4096
@@ -87,6 +89,8 @@ class Formats:
         Where the format is told by the content, each goes to the formats that have it.
     preferred : mapping of str to str, optional
         The same, for options that need not be known to any format, and give way to `options`.
+    identity : Identity, optional
+        What the formats may know of the model.
 
     Raises
     ------
@@ -101,8 +105,9 @@ class Formats:
         forced: str | None = None,
         options: Mapping[str, str] | None = None,
         preferred: Mapping[str, str] | None = None,
+        identity: Identity | None = None,
     ) -> None:
-        self._options, self._preferred = dict(options or {}), dict(preferred or {})
+        self._options, self._preferred, self._identity = dict(options or {}), dict(preferred or {}), identity
         names = format_names() if forced is None else [forced]
         for option in self._options:
             if not any(option in _class(name).options for name in names):
@@ -135,7 +140,9 @@ class Formats:
     def _made(self, name: str) -> DumpFormat:
         known = _class(name).options
         chosen = {option: value for option, value in {**self._preferred, **self._options}.items() if option in known}
-        return dump_format(name, chosen)
+        made = dump_format(name, chosen)
+        made.known = self._identity
+        return made
 
 
 def sniff_format(path: Path) -> DumpFormat | None:
@@ -188,7 +195,7 @@ def open_dumps(
     UnsupportedError
         If no format has one of the options.
     """
-    formats = Formats(format, options, preferred)
+    formats = Formats(format, options, preferred, identity)
     chosen = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     return _snapshots([Path(path) for path in chosen], formats, TokenLookup(tokens), identity)
 
@@ -226,7 +233,8 @@ def write_dump(
         If two snapshots have one session name, or cannot be written.
     """
     several = [snapshots] if isinstance(snapshots, Snapshot) else snapshots
-    return dump_format(format, options).write(several, Path(path))
+    writer = dump_format(format, options)
+    return writer.write((writer.prepare(snapshot) for snapshot in several), Path(path))
 
 
 def _snapshots(

@@ -25,6 +25,7 @@ VERSION = "1"
 class SafetensorsFormat(DumpFormat):
     """One safetensors file per session."""
 
+    engine = False
     format_id = "safetensors"
 
     def sniff(self, path: Path, head: bytes) -> bool:

@@ -228,9 +228,9 @@ def _write(snapshot: Snapshot, path: Path, layout: Layout, metadata: dict[str, s
     with open(path, "xb", buffering=0) as file:
         fd = file.fileno()
         os.ftruncate(fd, max((entry.offset + entry.length for entry in entries.values()), default=len(header)))
-        _write_at(fd, 0, memoryview(header))
+        write_at(fd, 0, memoryview(header))
         for name, array in small.items():
-            _write_at(fd, entries[name].offset, _bytes(array))
+            write_at(fd, entries[name].offset, _bytes(array))
         for index in range(len(snapshot.identity.layers)):
             for start, stop, keys, values in base.layer_slices(snapshot, index):
                 _write_run(fd, entries[f"layers.{index}.{layout.keys}"], start, stop, keys)
@@ -240,18 +240,19 @@ def _write(snapshot: Snapshot, path: Path, layout: Layout, metadata: dict[str, s
 def _write_run(fd: int, tensor: TensorEntry, start: int, stop: int, array: np.ndarray) -> None:
     heads, count, dim = tensor.shape[-3:]
     if stop - start == count:
-        _write_at(fd, tensor.offset, _bytes(array))
+        write_at(fd, tensor.offset, _bytes(array))
         return
     row = dim * array.itemsize
     for head in range(heads):
-        _write_at(fd, tensor.offset + (head * count + start) * row, _bytes(array[head]))
+        write_at(fd, tensor.offset + (head * count + start) * row, _bytes(array[head]))
 
 
 def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _write_at(fd: int, offset: int, data: memoryview) -> None:
+def write_at(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of `data` at a file offset."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done : done + (1 << 30)], offset + done)

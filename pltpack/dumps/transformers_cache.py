@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pltpack.dumps.base import DumpFormat
+from pltpack.dumps.base import ROPE_STYLE, DumpFormat
 from pltpack.dumps.safetensors_header import looks_like_safetensors, read_header
 from pltpack.dumps.tensor_layout import Layout, has_layers, identity_json, read_session, write_sessions
 from pltpack.dumps.tokens import TokenLookup
@@ -25,6 +25,7 @@ class TransformersFormat(DumpFormat):
     """Hand-saved `DynamicCache` contents."""
 
     format_id = "transformers"
+    options = {"rope_style": ROPE_STYLE}  # noqa: RUF012
 
     def sniff(self, path: Path, head: bytes) -> bool:
         """See `DumpFormat.sniff`; pickles are taken too, to be refused with the way out."""
