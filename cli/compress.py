@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pltpack_cli.identities import known_identity
 from pltpack_cli.options import (
     PATH,
     TIER,
@@ -52,7 +53,7 @@ def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
     target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool,
     window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
-    device: str, as_json: bool,
+    from_options: dict[str, str], model: Path | None, known: Path | None, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
@@ -75,6 +76,7 @@ def compress(
     with progress_bars() as progress:
         stats = pltpack.compress(
             dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
+            options=from_options, identity=known_identity(model, known),
             profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
             near=not no_near, window=window, tau=tau, library_budget=library_budget, progress=progress,
         )  # fmt: skip
@@ -100,7 +102,7 @@ def append(
     archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
     target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
     tau: float, library_budget: int | None, recompute_tokens: int | None, format_: str | None, tokens: Path | None,
-    as_json: bool,
+    from_options: dict[str, str], model: Path | None, known: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
@@ -108,7 +110,8 @@ def append(
     with progress_bars() as progress:
         stats = pltpack.append(
             archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_, tokens=tokens,
-            profile=profile, target=_target(target_kl, target_bits, target_bytes), near=not no_near,
+            options=from_options, identity=known_identity(model, known), profile=profile,
+            target=_target(target_kl, target_bits, target_bytes), near=not no_near,
             window=window, tau=tau, recompute_tokens=recompute_tokens, library_budget=library_budget, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from pltpack_cli.options import FORMAT, IDENTITY_FIELDS, PATH, Span, archive_argument, json_option, profile_option
+from pltpack_cli.identities import identity_file, known_identity
+from pltpack_cli.options import (
+    FORMAT,
+    IDENTITY_FIELDS,
+    PATH,
+    Span,
+    archive_argument,
+    json_option,
+    profile_option,
+    write_options,
+)  # fmt: skip
 from pltpack_cli.output import count, plain, print_json, size
 from pltpack_cli.progress import progress_bars
-
-if TYPE_CHECKING:
-    from pltpack.snapshot import Identity
 
 
 @click.command(short_help="An archive, or part of it, back as dumps.")
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=PATH, required=True, metavar="OUT",
               help="Folder to make (for hdf5, a file); must not exist.")  # fmt: skip
 @click.option("--to", type=FORMAT, default="safetensors", show_default=True, help="Format to write.")
+@write_options
 @click.option("--session", "sessions", multiple=True, metavar="ID", help="Only this session; may be repeated.")
 @click.option("--layers", type=Span(), help="Only these layers, B not included; numbered from 0 in the output.")
 @click.option("--tokens", type=Span(), help="Only these token positions, B not included.")
@@ -31,7 +37,8 @@ if TYPE_CHECKING:
 @profile_option
 @json_option
 def decompress(
-    archive: Path, output: Path, to: str, sessions: tuple[str, ...], layers: slice | None, tokens: slice | None,
+    archive: Path, output: Path, to: str, to_options: dict[str, str], target: Path | None, sessions: tuple[str, ...],
+    layers: slice | None, tokens: slice | None,
     identity: Path | None, accept_unknown: tuple[str, ...], profile: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write the sessions of an archive as dumps; values have their original dtype."""
@@ -39,9 +46,9 @@ def decompress(
 
     with progress_bars() as progress:
         files = pltpack.decompress(
-            archive, output, to=to, sessions=sessions or None, layers=_layers(archive, layers), tokens=tokens,
-            identity=_identity(identity), accept_unknown=accept_unknown, profile=profile,
-            progress=progress,
+            archive, output, to=to, options=to_options, target=known_identity(target, None), sessions=sessions or None,
+            layers=_layers(archive, layers), tokens=tokens, identity=identity_file(identity),
+            accept_unknown=accept_unknown, profile=profile, progress=progress,
         )  # fmt: skip
     if as_json:
         print_json({"output": output, "format": to, "files": files})
@@ -58,29 +65,3 @@ def _layers(archive: Path, span: slice | None) -> range | None:
         return range(span.start or 0, span.stop)
     with pltpack.open(archive) as opened:
         return range(span.start or 0, len(opened.identity.layers))
-
-
-def _identity(file: Path | None) -> Identity | None:
-    from pltpack.dumps import open_dumps
-    from pltpack.dumps.base import MAX_JSON, parse_json
-    from pltpack.errors import DumpError, PltpackError
-    from pltpack.snapshot import Identity
-
-    if file is None:
-        return None
-    if file.suffix.lower() != ".json":
-        first = next(open_dumps(file), None)
-        if first is None:
-            raise DumpError("holds no session whose identity could be taken", file)
-        return first.identity
-    try:
-        if file.exists() and not file.is_file():
-            raise DumpError("is not a regular file")
-        if file.stat().st_size > MAX_JSON:
-            raise DumpError(f"identity file is larger than {MAX_JSON} bytes")
-        data = parse_json(file.read_bytes(), "identity file")
-        # What `inspect --json` prints serves as well.
-        inner = data.get("identity") if isinstance(data, Mapping) else None
-        return Identity.from_json(data if inner is None else inner)
-    except PltpackError as error:
-        raise error.at(file) from None

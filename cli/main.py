@@ -12,6 +12,7 @@ from pltpack_cli.calibrate import calibrate
 from pltpack_cli.capture import capture
 from pltpack_cli.completion import completion
 from pltpack_cli.compress import append, compress
+from pltpack_cli.convert import convert, warm
 from pltpack_cli.decompress import decompress
 from pltpack_cli.failures import Reporting, reported
 from pltpack_cli.inspect import inspect
@@ -22,7 +23,7 @@ from pltpack_cli.transfer import export_session, import_session
 from pltpack_cli.verify import verify
 
 COMMANDS = (
-    compress, append, decompress, inspect, verify, compact, gc, export_session, import_session, capture,
+    compress, append, decompress, convert, warm, inspect, verify, compact, gc, export_session, import_session, capture,
     calibrate, score, report, bench, completion,
 )  # fmt: skip
 

@@ -90,8 +90,47 @@ def budget_option(help_text: str) -> Callable[[Decorated], Decorated]:
     return click.option("--library-budget", type=click.IntRange(min=0), metavar="BYTES", help=help_text)
 
 
+class Setting(click.ParamType):
+    """``NAME=VALUE`` as a pair."""
+
+    name = "NAME=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Parse one setting."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, setting = value.partition("=")
+        if not name or not equals:
+            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+        return name, setting
+
+
+def _settings(context: click.Context, parameter: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if found.setdefault(name, value) != value:
+            raise click.BadParameter(f"{name!r} is given twice", context, parameter)
+    return found
+
+
+def write_options(command: Decorated) -> Decorated:
+    """How dumps are written: ``--to-option`` and ``--for``."""
+    command = click.option("--for", "target", type=PATH, metavar="MODEL",
+                           help="Model that is to load them, a folder with a config.json or a GGUF file: refused "
+                           "unless its layers, heads and RoPE parameters agree.")(command)  # fmt: skip
+    return click.option("--to-option", "to_options", type=Setting(), multiple=True, callback=_settings,
+                        help="A setting of the format to write; may be repeated.")(command)  # fmt: skip
+
+
 def dump_options(command: Decorated) -> Decorated:
-    """How dumps are read: ``--from`` and ``--tokens``."""
+    """How dumps are read: ``--from``, ``--from-option``, ``--tokens``, ``--model`` and ``--identity``."""
+    command = click.option("--identity", "known", type=PATH, metavar="FILE",
+                           help="The same out of a dump, or a JSON file with an identity.")(command)  # fmt: skip
+    command = click.option("--model", "model", type=PATH, metavar="MODEL",
+                           help="Model that the dumps come from, a folder with a config.json or a GGUF file: fills in "
+                           "what they do not record, and must agree with what they do.")(command)  # fmt: skip
+    command = click.option("--from-option", "from_options", type=Setting(), multiple=True, callback=_settings,
+                           help="A setting of the dumps' format; may be repeated.")(command)  # fmt: skip
     command = click.option("--tokens", type=PATH, metavar="FILE",
                            help="JSON file of token ids, for dumps that hold none.")(command)  # fmt: skip
     return click.option("--from", "format_", type=FORMAT,

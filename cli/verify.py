@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pltpack_cli.identities import known_identity
 from pltpack_cli.options import PATH, archive_argument, dump_options, json_option, profile_option
 from pltpack_cli.output import count, plain, print_json
 from pltpack_cli.progress import progress_bars
@@ -24,7 +25,8 @@ from pltpack_cli.progress import progress_bars
 @click.pass_context
 def verify(
     context: click.Context, archive: Path, more: tuple[Path, ...], against: tuple[Path, ...], format_: str | None,
-    tokens: Path | None, profile: Path | None, as_json: bool,
+    tokens: Path | None, from_options: dict[str, str], model: Path | None, known: Path | None, profile: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Check all checksums of an archive and decode it; with --against, also compare its values with dumps.
 
@@ -38,7 +40,8 @@ def verify(
         raise click.UsageError("more than one ARCHIVE; to compare with dumps, write --against DUMP...")
     against = (*against, *more)
     with progress_bars() as progress:
-        report = pltpack.verify(archive, against=against or None, format=format_, tokens=tokens, profile=profile,
+        report = pltpack.verify(archive, against=against or None, format=format_, tokens=tokens,
+                                options=from_options, identity=known_identity(model, known), profile=profile,
                                 progress=progress)  # fmt: skip
     print_json(report) if as_json else _print_report(report)
     if report.get("differences"):

@@ -15,6 +15,7 @@ _HOMES = {
     "append": "pltpack.archive.create",
     "decompress": "pltpack.archive.extract",
     "verify": "pltpack.archive.extract",
+    "convert": "pltpack.archive.convert",
     "compact": "pltpack.archive.maintain",
     "gc": "pltpack.archive.maintain",
     "export_session": "pltpack.archive.transfer",
@@ -39,6 +40,7 @@ __all__ = [
     "append",
     "decompress",
     "verify",
+    "convert",
     "compact",
     "gc",
     "export_session",
@@ -59,6 +61,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from pltpack import serve
+    from pltpack.archive.convert import convert
     from pltpack.archive.create import append, compress
     from pltpack.archive.extract import decompress, verify
     from pltpack.archive.maintain import compact, gc

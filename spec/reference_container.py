@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_identity(identity: Any) -> dict[str, Any]:
     """The identity without unknown members."""
     kinds = {"model": str, "weights": str, "tokenizer": str, "rope": dict, "keys": str, "layers": list, "tp_rank": int,
-             "tp_size": int}  # fmt: skip
+             "tp_size": int, "quantized": dict}  # fmt: skip
     need(isinstance(identity, dict), "identity is not an object")
     known = {name: value for name, value in identity.items() if value is not None}
     for name, value in known.items():

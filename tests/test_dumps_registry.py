@@ -309,7 +309,7 @@ def test_formats_of_third_parties(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "pltpack.dumps" else [])
     registry._classes.cache_clear()
     try:
-        assert format_names() == ["safetensors", "hdf5", "transformers", "raw"]
+        assert format_names() == ["safetensors", "hdf5", "transformers", "llama.cpp", "mlx", "raw"]
         assert type(dump_format("hdf5")).__name__ == "Hdf5Format"
         write_dump(make("abc"), tmp_path / "abc.raw", "raw")
         (tmp_path / "tokens.json").write_text("[1,2,3,4,5]")

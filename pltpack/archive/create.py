@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ import numpy as np
 from pltpack.archive import profiles
 from pltpack.archive.encoding import Progress
 from pltpack.archive.reader import Archive
+from pltpack.archive.rotation_check import check_rotation
 from pltpack.archive.settings import Settings, Target
 from pltpack.archive.writer import GenerationWriter
+from pltpack.codec import registry
 from pltpack.codec.base import State
 from pltpack.codec.profile import Profile
 from pltpack.codec.rate import predicts_kl
 from pltpack.dumps import open_dumps
+from pltpack.dumps.quantized import as_values
 from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest
@@ -55,6 +58,8 @@ def compress(
     block: int = 32,
     format: str | None = None,
     tokens: PathLike | None = None,
+    options: Mapping[str, str] | None = None,
+    identity: Identity | None = None,
     profile: PathLike | None = None,
     external_profile: PathLike | None = None,
     target: Target | None = None,
@@ -83,6 +88,10 @@ def compress(
         Dump format, instead of sniffing it.
     tokens : path-like, optional
         JSON file of token ids for dumps that hold none.
+    options : mapping of str to str, optional
+        Settings of the dumps' format: see `pltpack.dumps.DumpFormat.options`.
+    identity : Identity, optional
+        What is known of the model and the dumps do not record; where they do, it must agree.
     profile : path-like, optional
         A profile of the model, from calibration: it goes into the archive.
     external_profile : path-like, optional
@@ -119,7 +128,8 @@ def compress(
                         tau, library_budget=library_budget)  # fmt: skip
     settings.check()
     place = new_target(out)
-    snapshots = _snapshots(dumps, format, tokens)
+    integers = registry.tier(chosen).exact
+    snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
     _check_profile(of, snapshots[0])
     with new_archive(place) as folder:
         writer = GenerationWriter(folder, None, settings, progress or quiet)
@@ -136,6 +146,8 @@ def append(
     dedup: bool | None = None,
     format: str | None = None,
     tokens: PathLike | None = None,
+    options: Mapping[str, str] | None = None,
+    identity: Identity | None = None,
     profile: PathLike | None = None,
     target: Target | None = None,
     near: bool = True,
@@ -167,7 +179,8 @@ def append(
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
                             arrays, target=target or Target(), near=near, window=window, tau=tau,
                             recompute_tokens=recompute_tokens, library_budget=library_budget)  # fmt: skip
-        snapshots = _snapshots(dumps, format, tokens)
+        integers = manifest.identity.quantized is not None and registry.tier(settings.quality).exact
+        snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
         _check_profile(of, snapshots[0])
         writer = GenerationWriter(folder, current, settings, progress or quiet)
         writer.add(snapshots)
@@ -213,13 +226,24 @@ def _check_profile(of: Identity | None, snapshot: Snapshot) -> None:
     snapshot.identity.require_loadable(asked, PROFILE_FIELDS, snapshot.origin)
 
 
-def _snapshots(dumps: Sequence[PathLike | Snapshot], format: str | None, tokens: PathLike | None) -> list[Snapshot]:
+def _snapshots(
+    dumps: Sequence[PathLike | Snapshot], format: str | None, tokens: PathLike | None,
+    options: Mapping[str, str] | None, identity: Identity | None, integers: bool,
+) -> list[Snapshot]:  # fmt: skip
+    """All snapshots; quantized caches as integers if `integers`, else as values."""
     paths = [dump for dump in dumps if not isinstance(dump, Snapshot)]
-    given = [dump for dump in dumps if isinstance(dump, Snapshot)]
-    found = [*given, *(open_dumps(paths, format=format, tokens=tokens) if paths else ())]
+    found = [dump for dump in dumps if isinstance(dump, Snapshot)]
+    if paths:
+        preferred = {"quantized": "integers" if integers else "values"}
+        read = list(open_dumps(paths, format=format, tokens=tokens, options=options, preferred=preferred,
+                               identity=identity))  # fmt: skip
+        if identity is not None:
+            for snapshot in read:
+                check_rotation(snapshot)
+        found += read
     if not found:
         raise DumpError("no dumps were given")
-    return found
+    return found if integers else [as_values(snapshot) for snapshot in found]
 
 
 @contextlib.contextmanager

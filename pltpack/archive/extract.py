@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pltpack.archive.convert import check_target
 from pltpack.archive.create import PathLike, named_after, quiet, workplace
 from pltpack.archive.decoding import decode_layers, span_pieces
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
@@ -26,6 +27,8 @@ def decompress(
     out: PathLike,
     *,
     to: str = "safetensors",
+    options: Mapping[str, str] | None = None,
+    target: Identity | None = None,
     sessions: Sequence[str] | None = None,
     layers: range | None = None,
     tokens: slice | None = None,
@@ -43,6 +46,10 @@ def decompress(
         Folder (or file, by format) to make; must not exist, or be an empty folder.
     to : str
         Dump format.
+    options : mapping of str to str, optional
+        Settings of the format: see `pltpack.dumps.DumpFormat.options`.
+    target : Identity, optional
+        The model that is to load the dumps: refused if its geometry or rotary embedding is another.
     sessions : sequence of str, optional
         All by default.
     layers : range, optional
@@ -67,14 +74,16 @@ def decompress(
     ConflictError
         If `out` exists.
     """
-    target = durable.output_folder(out)
+    place = durable.output_folder(out)
     with Archive(archive, identity, accept_unknown, profile) as opened:
+        if target is not None:
+            check_target(opened.identity, target, accept_unknown, str(opened.path))
         names = list(opened.sessions if sessions is None else dict.fromkeys(sessions))
         chosen = [_part(opened, name, layers, tokens) for name in names]
-        with workplace(target) as folder, named_after(Path(out), folder / "dump"):
+        with workplace(place) as folder, named_after(Path(out), folder / "dump"):
             temp = folder / "dump"
-            written = write_dump(_counted(chosen, progress or quiet), temp, to)
-            durable.publish_folder(temp, target)
+            written = write_dump(_counted(chosen, progress or quiet), temp, to, options)
+            durable.publish_folder(temp, place)
     return [Path(out) / path.relative_to(temp) for path in written]
 
 
@@ -132,6 +141,8 @@ def verify(
     against: Sequence[PathLike | Snapshot] | None = None,
     format: str | None = None,
     tokens: PathLike | None = None,
+    options: Mapping[str, str] | None = None,
+    identity: Identity | None = None,
     profile: PathLike | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -142,7 +153,7 @@ def verify(
     archive : path-like
     against : sequence of path-like or Snapshot, optional
         Dumps to compare with, session by session.
-    format, tokens
+    format, tokens, options, identity
         As for `pltpack.compress`.
     profile : path-like, optional
         The profile of an archive that refers to one outside; see `Archive`.
@@ -170,7 +181,9 @@ def verify(
         if against is not None:
             paths = [dump for dump in against if not isinstance(dump, Snapshot)]
             dumps = [dump for dump in against if isinstance(dump, Snapshot)]
-            dumps += open_dumps(paths, format=format, tokens=tokens) if paths else []
+            preferred = {"quantized": "values" if opened.identity.quantized is None else "integers"}
+            dumps += open_dumps(paths, format=format, tokens=tokens, options=options, preferred=preferred,
+                                identity=identity) if paths else []  # fmt: skip
             compared: dict[str, Any] = {}
             report["differences"] = []
             for dump in dumps:

@@ -56,7 +56,8 @@ class MlxFormat(DumpFormat):
             header = read_header(path)
         except (PltpackError, OSError):
             return False
-        return "0.0" in header.tensors or "0.0.0" in header.tensors
+        named = "0.0" in header.tensors or "0.0.0" in header.tensors
+        return named and ("1.0" in header.metadata or "2.0" in header.metadata)
 
     def read(self, path: Path, tokens: TokenLookup) -> Iterator[Snapshot]:
         """See `DumpFormat.read`; the session is named by the file."""

@@ -168,3 +168,19 @@ def _affine(raw: np.ndarray, tables: np.ndarray, bits: int) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         values = levels * scales[..., None] + biases[..., None]
     return np.asarray(values.reshape(*scales.shape[:-1], -1), np.float32)
+
+
+def completed(identity: Identity, known: Identity, path: str | None = None) -> Identity:
+    """`Identity.completed` for values and integers alike: what is known of a model speaks of its values.
+
+    Raises
+    ------
+    IdentityError
+        Naming a field that is known on both sides and differs.
+    """
+    if identity.quantized is None or known.quantized is not None:
+        return identity.completed(known, path)
+    values = value_identity(identity).completed(known, path)
+    turned = {name: value for name, value in (("rope", values.rope), ("keys", values.keys)) if value is not None}
+    return dataclasses.replace(values, rope=None, keys=None, layers=identity.layers,
+                               quantized={**identity.quantized, **turned})  # fmt: skip

@@ -18,6 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from pltpack.dumps.base import DumpFormat
+from pltpack.dumps.quantized import completed
 from pltpack.dumps.safetensors_header import holds_no_caches
 from pltpack.dumps.tokens import TokenLookup
 from pltpack.errors import DumpError, NotFoundError, PltpackError, UnsupportedError
@@ -69,7 +70,6 @@ def dump_format(name: str, options: Mapping[str, str] | None = None) -> DumpForm
     return cls(options) if options else cls()
 
 
-@functools.cache
 def _class(name: str) -> type[DumpFormat]:
     if name not in _classes():
         raise NotFoundError(f"no dump format {name!r} (known: {', '.join(format_names())})")
@@ -251,7 +251,7 @@ def _snapshots(
         for file, reader in dumps:
             for snapshot in _read(file, reader, tokens):
                 if identity is not None:
-                    known = snapshot.identity.completed(identity, os.fspath(file))
+                    known = completed(snapshot.identity, identity, os.fspath(file))
                     snapshot = dataclasses.replace(snapshot, identity=known)
                 if snapshot.session in seen:
                     raise DumpError(f"session {snapshot.session!r} is in {seen[snapshot.session]} already", file)

@@ -1,0 +1,129 @@
+"""Warm starts of engines that load a file: a session, or what is stored of a prompt, in the engine's own format."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pltpack.archive.convert import check_target
+from pltpack.archive.reader import Archive
+from pltpack.dumps import write_dump
+from pltpack.dumps.base import MAX_JSON, parse_json
+from pltpack.dumps.tokens import token_ids
+from pltpack.errors import ConflictError, DumpError, NotFoundError, UnsupportedError
+from pltpack.snapshot import Identity, Snapshot
+
+PathLike = str | os.PathLike[str]
+
+
+def warm_file(
+    archive: PathLike,
+    engine: str,
+    output: PathLike,
+    *,
+    session: str | None = None,
+    prompt: PathLike | np.ndarray | None = None,
+    options: Mapping[str, str] | None = None,
+    target: Identity | None = None,
+    accept_unknown: Iterable[str] = (),
+    salt: str | None = None,
+    profile: PathLike | None = None,
+) -> dict[str, Any]:
+    """Write the file with which an engine starts warm.
+
+    Parameters
+    ----------
+    archive : path-like
+    engine : str
+        Name of its dump format.
+    output : path-like
+        File to write; one that is there is replaced, at once and whole.
+    session : str, optional
+        The whole of this session.
+    prompt : path-like or ndarray, optional
+        Instead: token ids, or a JSON file of them. The longest stored prefix, in whole blocks, and without the last
+        token, which the engine must compute.
+    options : mapping of str to str, optional
+        Settings of the format.
+    target, accept_unknown
+        The engine's model: see `pltpack.archive.convert.check_target`.
+    salt : str, optional
+        Tenant, for a prompt.
+    profile : path-like, optional
+        The profile of an archive that refers to one outside.
+
+    Returns
+    -------
+    dict
+        ``file``, ``bytes``, ``tokens`` in it, ``session`` that they come from, ``prompt_tokens``.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such session, or nothing of the prompt is stored.
+    IdentityError
+        Naming the field in which the archive does not fit the engine's model.
+    FormatError, MissError, UnsupportedError
+    """
+    ids = None if prompt is None else _prompt(prompt)
+    with Archive(archive, profile=profile) as opened:
+        if target is not None:
+            check_target(opened.identity, target, accept_unknown, str(opened.path))
+        if session is not None:
+            snapshot = opened.snapshot(session)
+        elif ids is not None:
+            snapshot = _prefix(opened, ids, salt)
+        else:
+            raise UnsupportedError("neither a session nor a prompt was named")
+        written = _write(snapshot, engine, Path(output), options)
+    return {"file": written, "bytes": written.stat().st_size, "tokens": len(snapshot), "session": snapshot.session,
+            "prompt_tokens": None if ids is None else len(ids)}  # fmt: skip
+
+
+def _prompt(prompt: PathLike | np.ndarray) -> np.ndarray:
+    if isinstance(prompt, np.ndarray):
+        return token_ids(prompt, "prompt")
+    path = Path(prompt)
+    if not path.is_file():
+        raise NotFoundError("no such token file", path)
+    if path.stat().st_size > MAX_JSON:
+        raise DumpError(f"token file is larger than {MAX_JSON} bytes", path)
+    try:
+        return token_ids(parse_json(path.read_bytes(), "token file"), "token file")
+    except DumpError as error:
+        raise error.at(path) from None
+
+
+def _prefix(archive: Archive, ids: np.ndarray, salt: str | None) -> Snapshot:
+    """What is stored of a prompt, decoded, under a name that says where it came from."""
+    identity = None if salt is None else Identity(salt=salt)
+    with archive.loader(identity=identity) as loader:
+        hit = loader.lookup(ids).first(len(ids) - 1)
+        if not hit:
+            raise NotFoundError(f"nothing of this prompt of {len(ids)} tokens is stored", archive.path)
+        layers = [(layer.keys, layer.values) for layer in loader.load(hit)]
+    own = dataclasses.replace(archive.identity, salt=salt)
+    return Snapshot.from_arrays(hit.session, ids[: hit.tokens], layers, own, origin=str(archive.path))
+
+
+def _write(snapshot: Snapshot, engine: str, output: Path, options: Mapping[str, str] | None) -> Path:
+    if output.is_dir():
+        raise ConflictError("is a folder, but a file is to be written", output)
+    if not output.parent.is_dir():
+        raise NotFoundError("no such folder", output.parent)
+    temp = Path(tempfile.mkdtemp(prefix=".tmp-", dir=output.parent))
+    try:
+        files = write_dump(dataclasses.replace(snapshot, session="warm"), temp / "dump", engine, options)
+        if len(files) != 1 or not files[0].is_file():
+            raise UnsupportedError(f"dump format {engine!r} is not one file per session: use pltpack convert")
+        os.replace(files[0], output)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+    return output
