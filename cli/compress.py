@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pltpack_cli.guard import guard_options
 from pltpack_cli.identities import known_identity
 from pltpack_cli.options import (
     PATH,
@@ -24,6 +25,7 @@ from pltpack_cli.output import print_json, print_stats
 from pltpack_cli.progress import progress_bars
 
 if TYPE_CHECKING:
+    from pltpack.archive.guard import Guard
     from pltpack.archive.settings import Target
 
 
@@ -45,6 +47,7 @@ _admitted = budget_option("Units that may go to the library; those that share mo
 @_admitted
 @click.option("--block", type=click.IntRange(min=1), default=32, show_default=True, metavar="TOKENS",
               help="Tokens per block, the unit of sharing and paging; 16 to 32 are recommended.")  # fmt: skip
+@guard_options
 @dump_options
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", show_default=True,
               help="Where to encode.")  # fmt: skip
@@ -53,7 +56,7 @@ def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
     target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool,
     window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
-    from_options: dict[str, str], model: Path | None, known: Path | None, device: str, as_json: bool,
+    from_options: dict[str, str], model: Path | None, known: Path | None, device: str, guard: Guard | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
@@ -78,7 +81,7 @@ def compress(
             dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
             options=from_options, identity=known_identity(model, known),
             profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
-            near=not no_near, window=window, tau=tau, library_budget=library_budget, progress=progress,
+            near=not no_near, window=window, tau=tau, library_budget=library_budget, guard=guard, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, output)
 
@@ -96,13 +99,14 @@ def compress(
 @click.option("--recompute-tokens", type=click.IntRange(1000, 5000), metavar="TOKENS",
               help="Tokens predicted from a part of the library, after which it is looked at whether the mean of all "
               "that it served would pay. [default: 2000, never in tiers with a profile]")  # fmt: skip
+@guard_options
 @dump_options
 @json_option
 def append(
     archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
     target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
     tau: float, library_budget: int | None, recompute_tokens: int | None, format_: str | None, tokens: Path | None,
-    from_options: dict[str, str], model: Path | None, known: Path | None, as_json: bool,
+    from_options: dict[str, str], model: Path | None, known: Path | None, guard: Guard | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
@@ -112,7 +116,8 @@ def append(
             archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_, tokens=tokens,
             options=from_options, identity=known_identity(model, known), profile=profile,
             target=_target(target_kl, target_bits, target_bytes), near=not no_near,
-            window=window, tau=tau, recompute_tokens=recompute_tokens, library_budget=library_budget, progress=progress,
+            window=window, tau=tau, recompute_tokens=recompute_tokens, library_budget=library_budget,
+            guard=guard, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)
 

@@ -78,6 +78,7 @@ def mapped(facts: Mapping[str, Any]) -> str:
 def print_stats(stats: Mapping[str, Any], archive: object) -> None:
     """Print what an archive holds and saves, for people; `stats` is what the library gives."""
     from pltpack.archive.figures import Figures
+    from pltpack_cli.guard import guard_rows
 
     shown = Figures.of(stats).shown()
     print_rows([
@@ -96,6 +97,7 @@ def print_stats(stats: Mapping[str, Any], archive: object) -> None:
         ("dedup hit rate", shown["dedup_hit_rate"]),
         *quality_rows(stats, shown),
         *([("saved by sharing", f"about {size(stats['saved_bytes'])}")] if stats["saved_bytes"] > 0 else []),
+        *guard_rows(stats),
     ])  # fmt: skip
 
 

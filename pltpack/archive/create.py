@@ -16,6 +16,8 @@ import numpy as np
 
 from pltpack.archive import profiles
 from pltpack.archive.encoding import Progress
+from pltpack.archive.guard import Guard
+from pltpack.archive.guarded import GuardedWriter
 from pltpack.archive.reader import Archive
 from pltpack.archive.rotation_check import check_rotation
 from pltpack.archive.settings import Settings, Target
@@ -67,6 +69,7 @@ def compress(
     window: int = 64,
     tau: float = 0.2,
     library_budget: int | None = None,
+    guard: Guard | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive, which appears whole or not at all.
@@ -107,6 +110,9 @@ def compress(
     library_budget : int, optional
         Bytes of units that may be shared: those that share most of the sessions' information per byte are, the others
         stay in their sessions.
+    guard : Guard, optional
+        Judges each session as it is encoded, and has those that do not hold their promise take a better tier:
+        `pltpack.quality.guard.ModelGuard`, or `pltpack.archive.guard.ProfileGuard` without a model.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
@@ -121,6 +127,8 @@ def compress(
         If a dump cannot be taken.
     ConflictError
         If `out` exists.
+    PromiseError
+        If a promise or a target cannot be kept.
     """
     arrays, of = _profile(profile, external_profile)
     chosen = quality or _default_quality(arrays, of)
@@ -132,10 +140,9 @@ def compress(
     snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
     _check_profile(of, snapshots[0])
     with new_archive(place) as folder:
-        writer = GenerationWriter(folder, None, settings, progress or quiet)
-        writer.add(snapshots)
+        report = _add(folder, None, settings, snapshots, guard, external_profile, progress or quiet)
     with Archive(place, profile=external_profile) as archive:
-        return {**archive.stats(), **writer.report}
+        return {**archive.stats(), **report}
 
 
 def append(
@@ -155,6 +162,7 @@ def append(
     tau: float = 0.2,
     recompute_tokens: int | None = None,
     library_budget: int | None = None,
+    guard: Guard | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Add sessions to an archive as a new generation; the old one stays readable until the new one is committed.
@@ -174,7 +182,8 @@ def append(
     """
     folder = Path(archive)
     arrays, of = _profile(profile, None)
-    with open_for_writing(folder, _own(folder, profile, arrays)) as current:
+    named = _own(folder, profile, arrays)
+    with open_for_writing(folder, named) as current:
         manifest = current.manifest
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
                             arrays, target=target or Target(), near=near, window=window, tau=tau,
@@ -182,10 +191,23 @@ def append(
         integers = manifest.identity.quantized is not None and registry.tier(settings.quality).exact
         snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
         _check_profile(of, snapshots[0])
-        writer = GenerationWriter(folder, current, settings, progress or quiet)
-        writer.add(snapshots)
+        report = _add(folder, current, settings, snapshots, guard, named, progress or quiet)
     with Archive(folder) as updated:
-        return {**updated.stats(), **writer.report}
+        return {**updated.stats(), **report}
+
+
+def _add(
+    folder: Path, archive: Archive | None, settings: Settings, snapshots: Sequence[Snapshot], guard: Guard | None,
+    profile: PathLike | None, progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """Write and commit a generation; returns the writer's report."""
+    if guard is None:
+        writer = GenerationWriter(folder, archive, settings, progress)
+        writer.add(snapshots)
+        return writer.report
+    guarded = GuardedWriter(folder, archive, settings, guard, progress, profile)
+    guarded.add(snapshots)
+    return guarded.report
 
 
 def _profile(

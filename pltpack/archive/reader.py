@@ -60,6 +60,8 @@ class Archive:
         Fields of `identity` that the archive need not know.
     profile : path-like, optional
         The profile of an archive that refers to one outside; else it is looked for by its digest.
+    manifest : Manifest, optional
+        Of a generation that is written but not committed yet.
 
     Raises
     ------
@@ -75,10 +77,11 @@ class Archive:
         identity: Identity | None = None,
         accept_unknown: Iterable[str] = (),
         profile: str | os.PathLike[str] | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         self.path = Path(path)
         self._profile = profile
-        self.manifest = Manifest.load(self.path)
+        self.manifest = Manifest.load(self.path) if manifest is None else manifest
         self._loader, self._accept = identity, tuple(accept_unknown)
         if identity is not None:
             own = Identity(**{**self.manifest.identity.__dict__, "salt": identity.salt})

@@ -82,7 +82,13 @@ class GenerationWriter:
         self._scale, self._unused = 1.0, 1.0
 
     def add(self, snapshots: Sequence[Snapshot]) -> Manifest:
-        """Write the sessions and the next manifest; returns the manifest, already committed.
+        """Write the sessions and the next manifest; returns the manifest, already committed. Raises as `write`."""
+        manifest = self.write(snapshots)
+        manifest.commit(self._folder)
+        return manifest
+
+    def write(self, snapshots: Sequence[Snapshot]) -> Manifest:
+        """Write the sessions; returns the manifest that would make them the next generation.
 
         Raises
         ------
@@ -91,7 +97,7 @@ class GenerationWriter:
         ConflictError
             If a session of that name is in the archive.
         """
-        identity = self._check(snapshots)
+        identity = self.check(snapshots)
         if self._archive is None:
             (self._folder / SHARDS).mkdir()
         for tries in range(_TRIES):
@@ -173,7 +179,7 @@ class GenerationWriter:
             self._payload += info.payload_bytes
             self._bytes += info.size - place.packed.nbytes
         entries = self._shards(snapshots, sharing, output)
-        return self._commit(identity, new_entry, entries)
+        return self._manifest(identity, new_entry, entries)
 
     def _upkeep(
         self, sharing: Sharing, snapshots: Sequence[Snapshot], prepared: Prepared, pool: ThreadPoolExecutor
@@ -225,7 +231,7 @@ class GenerationWriter:
             for snapshot, path, info in zip(snapshots, places, infos, strict=True)
         ]
 
-    def _commit(self, identity: Identity, library: FileEntry | None, entries: Sequence[SessionEntry]) -> Manifest:
+    def _manifest(self, identity: Identity, library: FileEntry | None, entries: Sequence[SessionEntry]) -> Manifest:
         old = self._archive.manifest if self._archive else None
         manifest = Manifest(
             generation=old.generation + 1 if old else 1,
@@ -240,7 +246,6 @@ class GenerationWriter:
         besides = len(manifest.to_bytes()) - before + self._bytes - self._payload
         written = Volume(self._encoded * _per_token(identity), self._payload, besides)
         self._settings.target.check(written, self._unused)
-        manifest.commit(self._folder)
         return manifest
 
     def _volume(
@@ -252,7 +257,8 @@ class GenerationWriter:
         groups = len(Profile(places.profile(tier)[0], identity.layers).groups)
         return expected(identity, snapshots, sharing, groups, self._archive is None)
 
-    def _check(self, snapshots: Sequence[Snapshot]) -> Identity:
+    def check(self, snapshots: Sequence[Snapshot]) -> Identity:
+        """The identity of the archive, after a look at whether it can take the sessions; raises as `write`."""
         if not snapshots:
             raise DumpError("no sessions to write")
         first = dataclasses.replace(snapshots[0].identity, salt=None)

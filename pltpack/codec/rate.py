@@ -141,6 +141,29 @@ def choose(
     return low
 
 
+def predicted_kl(codec: TransformCodec, snapshot: Snapshot, target_kl: float, most: int) -> float:
+    """KL divergence in nats that is predicted over `most` of a session's tokens at the step that meets a target.
+
+    Parameters
+    ----------
+    codec : TransformCodec
+        A started one.
+    snapshot : Snapshot
+    target_kl : float
+        What the step is chosen for, by a sample of `SAMPLE_TOKENS`; see `choose`.
+    most : int
+        Tokens to look at.
+
+    Raises
+    ------
+    ValueError
+        If the finest step is not fine enough.
+    """
+    classes = token_classes(codec.profile, snapshot, [len(snapshot)])
+    step = choose(codec, snapshot, classes, target_kl=target_kl)
+    return Probe(codec, snapshot, classes, most).kl(step)
+
+
 class Probe:
     """Coefficients of a sample of a session's tokens, for predictions at any step.
 
