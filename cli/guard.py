@@ -45,13 +45,13 @@ def guard_options(command: Decorated) -> Decorated:
 
     options = [
         click.option("--guard", is_flag=True,
-                     help="Judge each session after encoding; what does not hold its tier's promise takes a better one."),
+                     help="Judge each session; what does not hold its tier's promise takes a better one."),
         click.option("--model", type=PATH, metavar="DIR", help="With --guard: measure with this model. "
                      "[default: what the profile predicts]"),
         click.option("--continuations", type=PATH, metavar="FILE", help="With --model: the text that follows each "
                      "session, from pltpack capture. [default: the session's own last tokens]"),
         click.option("--guard-tail", type=click.IntRange(min=8), metavar="TOKENS",
-                     help="Tokens to hold back of sessions without a continuation. [default: 64]"),
+                     help="Tokens to hold back of sessions without a continuation. [default: 128]"),
         click.option("--guard-ppl", type=_positive, metavar="PERCENT",
                      help="Change of perplexity up to which a session holds. [default: 2]"),
         click.option("--guard-lossless", type=_positive, metavar="PERCENT",

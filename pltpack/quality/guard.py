@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pltpack.archive.alone import codec_of, through
 from pltpack.archive.guard import Limits, ProfileGuard, Screened
 from pltpack.archive.guard_record import HOLDS, Trial
 from pltpack.archive.reader import Archive
@@ -28,7 +29,7 @@ from pltpack.snapshot import Snapshot
 #: Words for what a session is continued with.
 CAPTURED, HELD_BACK = "captured", "held back"
 #: Tokens held back of sessions without a continuation, or a quarter of a session if that is less; at least the second.
-TAIL_TOKENS, LEAST_TAIL = 64, 8
+TAIL_TOKENS, LEAST_TAIL = 128, 8
 #: Tokens from a session's beginning that the model computes anew, to see whether the cache is its own.
 OWN_TOKENS = 256
 #: Median relative difference of a token's keys or values, in the worst layer, up to which a cache is the model's own:
@@ -111,7 +112,12 @@ class ModelGuard(ProfileGuard):
         probe = self._probe(snapshot)
         assert probe is not None
         original = in_memory(snapshot, probe.cut)
-        rebuilt = archive.read(snapshot.session, tokens=slice(0, probe.cut))
+        if probe.cut == len(snapshot):
+            rebuilt = archive.read(snapshot.session)
+        else:
+            # A session is coded finer towards its end, so what is stored must not be cut before it: it is the shortened
+            # session, coded in the same way, that says what continuing at an end costs.
+            rebuilt = through(codec_of(archive.shard(snapshot.session)), original, archive.manifest.block)
         network = self._model.network
         before = log_probabilities(network, original, probe.text)
         # Equal caches give equal predictions; the model need not be asked.
