@@ -56,7 +56,8 @@ def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
     target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool,
     window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
-    from_options: dict[str, str], model: Path | None, known: Path | None, device: str, guard: Guard | None, as_json: bool,
+    from_options: dict[str, str], model: Path | None, known: Path | None, device: str, guard: Guard | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 

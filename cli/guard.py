@@ -45,9 +45,8 @@ def guard_options(command: Decorated) -> Decorated:
 
     options = [
         click.option("--guard", is_flag=True,
-                     help="Judge each session; what does not hold its tier's promise takes a better one."),
-        click.option("--model", type=PATH, metavar="DIR", help="With --guard: measure with this model. "
-                     "[default: what the profile predicts]"),
+                     help="Judge each session, by --model or else by what the profile predicts; what does not hold "
+                     "its tier's promise takes a better one."),
         click.option("--continuations", type=PATH, metavar="FILE", help="With --model: the text that follows each "
                      "session, from pltpack capture. [default: the session's own last tokens]"),
         click.option("--guard-tail", type=click.IntRange(min=8), metavar="TOKENS",
