@@ -33,8 +33,8 @@ from pltpack.codec.lossless import STATIC, LosslessCodec
 from pltpack.codec.transform import TransformCodec
 from pltpack.codec.turboquant import TurboQuantCodec
 from pltpack.gpu import compiled, device
-from pltpack.gpu.backend import CpuBackend, CudaBackend, places_of
-from pltpack.gpu.jobs import Job, LayerPlace
+from pltpack.gpu.backend import CpuBackend, CudaBackend
+from pltpack.gpu.jobs import Job, LayerPlace, places_of
 from pltpack.gpu.lossless_units import LosslessDecoder
 from pltpack.gpu.place import Pages
 from pltpack.gpu.spectrum_units import encode_values

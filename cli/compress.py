@@ -14,6 +14,7 @@ from pltpack_cli.options import (
     TIER,
     archive_argument,
     budget_option,
+    device_option,
     dump_options,
     dumps_argument,
     json_option,
@@ -49,8 +50,7 @@ _admitted = budget_option("Units that may go to the library; those that share mo
               help="Tokens per block, the unit of sharing and paging; 16 to 32 are recommended.")  # fmt: skip
 @guard_options
 @dump_options
-@click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", show_default=True,
-              help="Where to encode.")  # fmt: skip
+@device_option
 @json_option
 def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
@@ -73,16 +73,14 @@ def compress(
     more than --target-bits or --target-bytes.
     """
     import pltpack
-    from pltpack.errors import UnsupportedError
 
-    if device == "cuda":
-        raise UnsupportedError("--device cuda: codecs on a device are not in this version")
     with progress_bars() as progress:
         stats = pltpack.compress(
             dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
             options=from_options, identity=known_identity(model, known),
             profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
-            near=not no_near, window=window, tau=tau, library_budget=library_budget, guard=guard, progress=progress,
+            near=not no_near, window=window, tau=tau, library_budget=library_budget, guard=guard, device=device,
+            progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, output)
 
@@ -102,12 +100,14 @@ def compress(
               "that it served would pay. [default: 2000, never in tiers with a profile]")  # fmt: skip
 @guard_options
 @dump_options
+@device_option
 @json_option
 def append(
     archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
     target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
     tau: float, library_budget: int | None, recompute_tokens: int | None, format_: str | None, tokens: Path | None,
-    from_options: dict[str, str], model: Path | None, known: Path | None, guard: Guard | None, as_json: bool,
+    from_options: dict[str, str], model: Path | None, known: Path | None, guard: Guard | None, device: str,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
@@ -118,7 +118,7 @@ def append(
             options=from_options, identity=known_identity(model, known), profile=profile,
             target=_target(target_kl, target_bits, target_bytes), near=not no_near,
             window=window, tau=tau, recompute_tokens=recompute_tokens, library_budget=library_budget,
-            guard=guard, progress=progress,
+            guard=guard, device=device, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)
 

@@ -13,6 +13,7 @@ from pltpack_cli.options import (
     PATH,
     Span,
     archive_argument,
+    device_option,
     json_option,
     profile_option,
     write_options,
@@ -35,11 +36,12 @@ from pltpack_cli.progress import progress_bars
 @click.option("--accept-unknown", multiple=True, type=click.Choice(IDENTITY_FIELDS), metavar="FIELD",
               help="With --identity, take an archive that does not record this field; may be repeated.")  # fmt: skip
 @profile_option
+@device_option
 @json_option
 def decompress(
     archive: Path, output: Path, to: str, to_options: dict[str, str], target: Path | None, sessions: tuple[str, ...],
     layers: slice | None, tokens: slice | None,
-    identity: Path | None, accept_unknown: tuple[str, ...], profile: Path | None, as_json: bool,
+    identity: Path | None, accept_unknown: tuple[str, ...], profile: Path | None, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Write the sessions of an archive as dumps; values have their original dtype."""
     import pltpack
@@ -48,7 +50,7 @@ def decompress(
         files = pltpack.decompress(
             archive, output, to=to, options=to_options, target=known_identity(target, None), sessions=sessions or None,
             layers=_layers(archive, layers), tokens=tokens, identity=identity_file(identity),
-            accept_unknown=accept_unknown, profile=profile, progress=progress,
+            accept_unknown=accept_unknown, profile=profile, device=device, progress=progress,
         )  # fmt: skip
     if as_json:
         print_json({"output": output, "format": to, "files": files})

@@ -67,6 +67,10 @@ FORMAT = Name("FORMAT", _formats)
 archive_argument = click.argument("archive", type=PATH)
 dumps_argument = click.argument("dumps", metavar="DUMP...", type=PATH, nargs=-1, required=True)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+device_option = click.option(
+    "--device", default="cpu", show_default=True, metavar="cpu|cuda[:N]|auto",
+    help="Where units are encoded and decoded; auto: on a CUDA device if there is one.",
+)  # fmt: skip
 profile_option = click.option(
     "--profile", type=PATH, metavar="FILE", help="The profile of an archive that refers to one outside it."
 )

@@ -32,8 +32,7 @@ def _simulate():
 
 _simulate()
 
-from pltpack.gpu.backend import places_of  # noqa: E402
-from pltpack.gpu.jobs import Job  # noqa: E402
+from pltpack.gpu.jobs import Job, places_of  # noqa: E402
 
 
 def bits(array):

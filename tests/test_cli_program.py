@@ -25,7 +25,7 @@ BAD_USES = [
     (["compress", ".", "-o", "out", "--quality", "q9"], "q9"),
     (["compress", ".", "-o", "out", "--from", "floppy"], "floppy"),
     (["compress", ".", "-o", "out", "--block", "0"], "--block"),
-    (["compress", ".", "-o", "out", "--device", "cuda"], "not in this version"),
+    (["compress", ".", "-o", "out", "--device", "tpu"], "device 'tpu' is none of"),
     (["append", "none", "."], "none: not an archive"),
     (["decompress", "none", "-o", "out"], "none: not an archive"),
     (["decompress", "none", "-o", "out", "--layers", "2:2"], "'2:2' is empty"),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pltpack.archive import profiles
+from pltpack.archive.backends import backend_of
 from pltpack.archive.encoding import Progress
 from pltpack.archive.guard import Guard
 from pltpack.archive.guarded import GuardedWriter
@@ -70,6 +71,7 @@ def compress(
     tau: float = 0.2,
     library_budget: int | None = None,
     guard: Guard | None = None,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive, which appears whole or not at all.
@@ -113,6 +115,9 @@ def compress(
     guard : Guard, optional
         Judges each session as it is encoded, and has those that do not hold their promise take a better tier:
         `pltpack.quality.guard.ModelGuard`, or `pltpack.archive.guard.ProfileGuard` without a model.
+    device : str
+        Where units are encoded: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for CUDA where there is a device. Bytes of
+        all but the calibrated tiers are the same everywhere.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
@@ -133,7 +138,7 @@ def compress(
     arrays, of = _profile(profile, external_profile)
     chosen = quality or _default_quality(arrays, of)
     settings = Settings(chosen, dedup, block, arrays, external_profile is not None, target or Target(), near, window,
-                        tau, library_budget=library_budget)  # fmt: skip
+                        tau, library_budget=library_budget, backend=backend_of(device))  # fmt: skip
     settings.check()
     place = new_target(out)
     integers = registry.tier(chosen).exact
@@ -163,6 +168,7 @@ def append(
     recompute_tokens: int | None = None,
     library_budget: int | None = None,
     guard: Guard | None = None,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Add sessions to an archive as a new generation; the old one stays readable until the new one is committed.
@@ -183,11 +189,12 @@ def append(
     folder = Path(archive)
     arrays, of = _profile(profile, None)
     named = _own(folder, profile, arrays)
-    with open_for_writing(folder, named) as current:
+    with open_for_writing(folder, named, device) as current:
         manifest = current.manifest
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
                             arrays, target=target or Target(), near=near, window=window, tau=tau,
-                            recompute_tokens=recompute_tokens, library_budget=library_budget)  # fmt: skip
+                            recompute_tokens=recompute_tokens, library_budget=library_budget,
+                            backend=current.backend)  # fmt: skip
         integers = manifest.identity.quantized is not None and registry.tier(settings.quality).exact
         snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
         _check_profile(of, snapshots[0])
@@ -269,11 +276,11 @@ def _snapshots(
 
 
 @contextlib.contextmanager
-def open_for_writing(folder: Path, profile: PathLike | None = None) -> Iterator[Archive]:
+def open_for_writing(folder: Path, profile: PathLike | None = None, device: str = "cpu") -> Iterator[Archive]:
     """The present generation of an archive, with the writer's lock held; a failure leaves no new files behind."""
     with Archive(folder):
         pass
-    with durable.writer_lock(folder), Archive(folder, profile=profile) as archive:
+    with durable.writer_lock(folder), Archive(folder, profile=profile, device=device) as archive:
         before = _data_files(folder)
         try:
             yield archive

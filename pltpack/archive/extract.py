@@ -35,6 +35,7 @@ def decompress(
     identity: Identity | None = None,
     accept_unknown: Iterable[str] = (),
     profile: PathLike | None = None,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write sessions as dumps; the output appears whole or not at all.
@@ -60,6 +61,8 @@ def decompress(
         The loader's identity; see `Archive`.
     profile : path-like, optional
         The profile of an archive that refers to one outside; see `Archive`.
+    device : str
+        Where units are decoded; see `Archive`.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
@@ -75,7 +78,7 @@ def decompress(
         If `out` exists.
     """
     place = durable.output_folder(out)
-    with Archive(archive, identity, accept_unknown, profile) as opened:
+    with Archive(archive, identity, accept_unknown, profile, device=device) as opened:
         if target is not None:
             check_target(opened.identity, target, accept_unknown, str(opened.path))
         names = list(opened.sessions if sessions is None else dict.fromkeys(sessions))

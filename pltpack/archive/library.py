@@ -6,11 +6,12 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pltpack.archive import profiles
+from pltpack.archive.backends import placed
 from pltpack.archive.embeddings import as_known
 from pltpack.archive.segments import Segment, strings
 from pltpack.codec import registry
@@ -21,6 +22,9 @@ from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, Container
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import Identity
+
+if TYPE_CHECKING:
+    from pltpack.gpu.backend import Backend
 
 FindProfile = Callable[[str], State]
 
@@ -38,6 +42,8 @@ class Library(Segment):
         The archive's.
     find_profile : callable, optional
         Gives the arrays of a profile that the segment names by digest only.
+    backend : Backend, optional
+        Where units are decoded and encoded instead of on the CPU.
 
     Raises
     ------
@@ -46,10 +52,11 @@ class Library(Segment):
     """
 
     def __init__(
-        self, folder: Path, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None
-    ) -> None:
+        self, folder: Path, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None,
+        backend: Backend | None = None,
+    ) -> None:  # fmt: skip
         self.entry, self.identity = entry, identity
-        self._find_profile = find_profile
+        self._find_profile, self._backend = find_profile, backend
         self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
         try:
             self._load()
@@ -147,7 +154,7 @@ class Library(Segment):
                     if codec.calibrated != (self.profile_digest(index) is not None):
                         raise ValueError("a profile that its codec does not take, or none where it needs one")
                     codec.start(self.state(index), as_known(self.identity, self.minor))
-                    self._codecs[index] = codec
+                    self._codecs[index] = placed(codec, self._backend)
                 except ValueError as error:
                     raise FormatError(f"codec state {index}: {error}", self.container.path) from None
                 except PltpackError as error:

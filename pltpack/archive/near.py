@@ -79,7 +79,7 @@ def add_near(
     found = _matches(texts, snapshots, settings, place.codec) if place.codec.predicts else []
     matches = sorted(found, key=lambda match: (match.source, match.source_start))
     tried = [candidate for candidate in in_order(attempt, matches, pool) if candidate.gain > 0]
-    if isinstance(place.codec, TransformCodec):
+    if isinstance(place.codec.on_host, TransformCodec):
         roots = Roots(range(first, len(texts)), lambda text: _steps(prepared, snapshots[text - first]),
                       lambda turned: in_order(attempt, turned, pool))  # fmt: skip
         tried = roots.choose(tried)
@@ -107,7 +107,7 @@ def add_near(
 
 def _refine(sharing: Sharing, snapshots: Sequence[Snapshot], prepared: Prepared) -> None:
     """Have new nodes encoded as finely as what is predicted from them."""
-    if not isinstance(prepared.codec, TransformCodec):
+    if not isinstance(prepared.codec.on_host, TransformCodec):
         return
     wanted = []
     for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
@@ -122,7 +122,7 @@ def _refine(sharing: Sharing, snapshots: Sequence[Snapshot], prepared: Prepared)
 
 def _steps(prepared: Prepared, snapshot: Snapshot) -> np.ndarray:
     """Steps of a session's tokens, by a codec that has some."""
-    codec = prepared.of(snapshot, len(snapshot))
+    codec = prepared.of(snapshot, len(snapshot)).on_host
     assert isinstance(codec, TransformCodec)
     return codec.token_steps
 
@@ -162,7 +162,7 @@ def _matches(
 
 def _serves(text: Text, codec: Codec) -> bool:
     """Whether a codec may predict from a text: what `transform` coded is not the same bits everywhere."""
-    if text.library is None or text.node is None or isinstance(codec, TransformCodec):
+    if text.library is None or text.node is None or isinstance(codec.on_host, TransformCodec):
         return True
     states = np.unique(text.library.units_of(text.node)["state"])
     return all(text.library.state_entry(int(state))[0] != TransformCodec.codec_id for state in states)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pltpack.archive.backends import placed
 from pltpack.archive.library import Library
 from pltpack.archive.profiles import digest
 from pltpack.archive.sampling import JobSamples, TokenRange
@@ -80,7 +81,7 @@ class Places:
             learning()
             packed = state_format.pack(tier.learn(JobSamples(ranges), identity))
             tier.start(state_format.unpack(packed), identity)
-            return CodecPlace(tier, None, 0, entry, packed)
+            return CodecPlace(placed(tier, self._settings.backend), None, 0, entry, packed)
         arrays, embedded = self.profile(tier)
         entry["profile"] = digest(arrays)
         packed = np.empty(0, np.uint8) if embedded else state_format.pack(arrays)
@@ -88,7 +89,7 @@ class Places:
             tier.start(arrays, identity)
         except ValueError as error:
             raise UnsupportedError(f"the profile does not serve these sessions: {error}") from None
-        return CodecPlace(tier, None, 0, entry, packed)
+        return CodecPlace(placed(tier, self._settings.backend), None, 0, entry, packed)
 
     def profile(self, tier: Codec) -> tuple[State, bool]:
         """A profile for a new codec state, and whether the archive can do without another copy of it."""
@@ -120,7 +121,7 @@ def _held(library: Library, state: int) -> CodecPlace:
 
 def codec_state(codec: Codec) -> State:
     """The profile of a started codec."""
-    profile = getattr(codec, "profile", None)
+    profile = getattr(codec.on_host, "profile", None)
     if profile is None:
         raise UnsupportedError(f"codec {codec.codec_id!r} has no profile")
     found: State = profile.arrays

@@ -79,8 +79,9 @@ class Prepared:
             raise PromiseError(f"session {snapshot.session!r}: {error}", snapshot.origin) from None
 
     def _finer(self, key: tuple[int, int], codec: Codec) -> Codec:
-        if key not in self._steps or not isinstance(codec, TransformCodec):
+        host = codec.on_host
+        if key not in self._steps or not isinstance(host, TransformCodec):
             return codec
         if key not in self._fine:
-            self._fine[key] = codec.finer(self._steps[key][1][-1])
+            self._fine[key] = codec.like(host.finer(self._steps[key][1][-1]))
         return self._fine[key]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pltpack.archive import profiles
+from pltpack.archive.backends import backend_of
 from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.decoding import decode_layers, one_buffer, span_pieces
 from pltpack.archive.library import Library
@@ -62,6 +63,9 @@ class Archive:
         The profile of an archive that refers to one outside; else it is looked for by its digest.
     manifest : Manifest, optional
         Of a generation that is written but not committed yet.
+    device : str
+        Where units are decoded: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for CUDA where there is a device. What is
+        read is on the host in any case.
 
     Raises
     ------
@@ -69,6 +73,8 @@ class Archive:
         If the manifest or a library segment is damaged.
     IdentityError
         If the archive belongs to another model.
+    UnsupportedError
+        If the device is not known, or cannot be used here.
     """
 
     def __init__(
@@ -78,9 +84,11 @@ class Archive:
         accept_unknown: Iterable[str] = (),
         profile: str | os.PathLike[str] | None = None,
         manifest: Manifest | None = None,
+        device: str = "cpu",
     ) -> None:
         self.path = Path(path)
         self._profile = profile
+        self.backend = backend_of(device)
         self.manifest = Manifest.load(self.path) if manifest is None else manifest
         self._loader, self._accept = identity, tuple(accept_unknown)
         if identity is not None:
@@ -127,7 +135,7 @@ class Archive:
         opened: list[Library] = []
         try:
             for entry in manifest.libraries:
-                opened.append(Library(self.path, entry, manifest.identity, self._find_profile))
+                opened.append(Library(self.path, entry, manifest.identity, self._find_profile, self.backend))
                 opened[-1].decoded = self._decoded
                 if len(opened) > MAX_OPEN:
                     opened[-1].container.release()

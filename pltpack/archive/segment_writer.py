@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from pltpack.format.container import MINOR_GROUPS, ContainerInfo
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import Identity
 
+if TYPE_CHECKING:
+    from pltpack.gpu.backend import Backend
+
 
 @dataclasses.dataclass
 class Output:
@@ -45,6 +49,8 @@ class Output:
     pool : ThreadPoolExecutor
     advance : callable
         Told the raw bytes done.
+    backend : Backend or None
+        Where the new segment's units are decoded meanwhile.
     """
 
     folder: Path
@@ -56,6 +62,7 @@ class Output:
     sink: Sink
     pool: ThreadPoolExecutor
     advance: Callable[[int], None]
+    backend: Backend | None = None
 
 
 def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, ContainerInfo]:
@@ -120,7 +127,7 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
         metadata,
     )
     written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
-    library = Library(output.folder, written, identity, lambda _: codec_state(codec))
+    library = Library(output.folder, written, identity, lambda _: codec_state(codec), output.backend)
     # Every session that a node predicts asks for its units.
     library.decoded = DecodedUnits()
     output.libraries.append(library)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pltpack.codec import registry
 from pltpack.codec.base import Codec, State
 from pltpack.errors import PromiseError, UnsupportedError
+
+if TYPE_CHECKING:
+    from pltpack.gpu.backend import Backend
 
 #: What was written may be larger than its target by this share.
 TOLERANCE = 0.03
@@ -155,6 +158,8 @@ class Settings:
         that it served would pay. None: 2000, and never in tiers with a profile, where it does not.
     library_budget : int or None
         Bytes up to which units go to the library; None for any number.
+    backend : Backend or None
+        Where units are encoded, and decoded meanwhile; None for the CPU.
     """
 
     quality: str
@@ -168,6 +173,7 @@ class Settings:
     tau: float = 0.2
     recompute_tokens: int | None = None
     library_budget: int | None = None
+    backend: Backend | None = None
 
     def check(self) -> None:
         """Refuse settings out of range."""

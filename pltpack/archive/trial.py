@@ -98,7 +98,8 @@ class Trial:
         """
         skip, count = _part(match.source_start, match.length, self._tokens)
         start, source_start = match.start + skip, match.source_start + skip
-        codec = self._prepared.of(snapshot, len(snapshot))
+        # So few tokens are not worth the way to a device.
+        codec = self._prepared.of(snapshot, len(snapshot)).on_host
         predicted, plain = [], []
         for layers in self._tried:
             unit = _unit(snapshot, layers, start, count, len(snapshot) - start - count)
@@ -118,7 +119,7 @@ class Trial:
 
     def plain(self, snapshot: Snapshot, start: int, count: int) -> float:
         """Bytes that a few tokens of a session take as a unit in each layer group."""
-        codec, size = self._prepared.of(snapshot, len(snapshot)), 0
+        codec, size = self._prepared.of(snapshot, len(snapshot)).on_host, 0
         for layers in self._tried:
             unit = _unit(snapshot, layers, start, count, len(snapshot) - start - count)
             arrays = [snapshot.layer(layer, start, start + count) for layer in layers]
@@ -160,7 +161,7 @@ class Trial:
         arrays = [snapshot.layer(layer, start, start + count) for layer in layers]
         if self._prepared.codec.exact:
             return arrays
-        codec = self._prepared.of(snapshot, source.cut)
+        codec = self._prepared.of(snapshot, source.cut).on_host
         unit = _unit(snapshot, layers, start, count, source.cut - start - count)
         payload = memoryview(_encode(codec, unit, arrays, None))
         out = [fresh(snapshot.identity.layers[layer], count) for layer in layers]

@@ -250,11 +250,11 @@ class _Upkeep:
         return Text(tokens, owner.identity.salt, owner.identity, position, node=0, snapshot=owner, cut=len(owner))
 
     def _refine(self, owner: Snapshot, position: int, rows: Sequence[tuple[int, int, Run]]) -> None:
-        if not isinstance(self._prepared.codec, TransformCodec):
+        if not isinstance(self._prepared.codec.on_host, TransformCodec):
             return
         # More sessions will come, as those that are here.
         for session, _, run in itertools.islice(itertools.cycle(rows), max(len(rows), WANTED_BY)):
-            codec = self._prepared.of(self._snapshots[session], len(self._snapshots[session]))
+            codec = self._prepared.of(self._snapshots[session], len(self._snapshots[session])).on_host
             assert isinstance(codec, TransformCodec)
             steps = codec.token_steps[run.session_start : run.stop]
             self._prepared.refine(owner, len(owner), position + run.node_start, steps)

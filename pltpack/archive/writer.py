@@ -170,7 +170,7 @@ class GenerationWriter:
         if not any(run.role is Role.NEAR for runs in sharing.runs for run in runs):
             self._unused = 1.0
         output = Output(self._folder, identity, settings.block, self._libraries, place, prepared, self._sink, pool,
-                        self._advance)  # fmt: skip
+                        self._advance, settings.backend)  # fmt: skip
         new_entry = None
         if place.library is None or sharing.nodes:
             self._opened, info = write_library(output, sharing.nodes)

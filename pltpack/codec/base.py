@@ -139,6 +139,15 @@ class Codec(abc.ABC):
         except TypeError as error:
             raise ValueError(f"codec {cls.codec_id!r} does not take this configuration: {error}") from None
 
+    @property
+    def on_host(self) -> Codec:
+        """The codec itself; of one that stands for a codec whose units go to a device, that codec."""
+        return self
+
+    def like(self, codec: Codec) -> Codec:
+        """A codec of this kind that works where this one does."""
+        return codec
+
     @abc.abstractmethod
     def learn(self, samples: Samples, identity: Identity) -> dict[str, np.ndarray]:
         """Learn the state (static tables, means, scales) that goes into the library; no more than a few MB.

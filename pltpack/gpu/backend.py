@@ -1,9 +1,10 @@
-"""Where units are decoded: the CPU or a CUDA device, behind one interface.
+"""Where units are encoded and decoded: the CPU or a CUDA device, behind one interface.
 
-A backend owns buffers of cache words and decodes units straight to their places in them. The CUDA backend has kernels
-for units as the tiers usually write them; what it has none for (references, models inside a payload, zstd modes, more
-entropy tables than fit, damaged units) it gives to the codec on the CPU and copies the words over, so that it decodes
-whatever the CPU does, and says the same of what is wrong.
+A backend owns buffers of cache words, decodes units straight to their places in them, and encodes units of host arrays.
+The CUDA backend has kernels for units as the tiers usually write them; what it has none for (references but for the
+transform codec's predictions, models inside a payload, zstd modes, more entropy tables than fit, damaged units) it
+gives to the codec on the CPU and copies the words over, so that it decodes whatever the CPU does, and says the same of
+what is wrong.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pltpack.codec.base import Codec, DecodeJob, KeyValue
+from pltpack.codec.base import Codec, DecodeJob, EncodeJob, KeyValue, Unit
 from pltpack.codec.group import GroupCodec
 from pltpack.codec.lossless import LosslessCodec
 from pltpack.codec.transform import TransformCodec
 from pltpack.codec.turboquant import TurboQuantCodec
 from pltpack.errors import UnsupportedError
 from pltpack.gpu import device
-from pltpack.gpu.jobs import Job, LayerPlace, UnitDecoder
+from pltpack.gpu.jobs import Job, UnitDecoder
 from pltpack.gpu.place import Pages
 from pltpack.snapshot import DTYPES, LayerGeometry
 
@@ -30,7 +31,7 @@ _MOST_UNITS = 1 << 14
 
 
 class Backend(Protocol):
-    """Decodes units to buffers of words that it made."""
+    """Decodes units to buffers of words that it made, and encodes units."""
 
     name: str
 
@@ -48,6 +49,17 @@ class Backend(Protocol):
         UnsupportedError
             If places do not lie in their buffers.
         """
+        ...
+
+    def encode_units(self, codec: Codec, jobs: Sequence[EncodeJob]) -> list[bytes]:
+        """Payloads of units of one started codec, which holds one layer a unit."""
+        ...
+
+    def encode_span(
+        self, codec: Codec, prepared: Codec, unit: Unit, arrays: Sequence[KeyValue],
+        reference: Sequence[KeyValue] | None,
+    ) -> bytes:  # fmt: skip
+        """Payload of one unit of a layer group, by what `codec` was prepared to for its session."""
         ...
 
     def to_host(self, words: Any) -> np.ndarray:
@@ -71,6 +83,17 @@ class CpuBackend:
             for where, pair in zip(job.places, arrays, strict=True):
                 for pages, array in zip((where.keys, where.values), pair, strict=True):
                     where.words[_addresses(pages, array, job.slot)] = array.view(_word_of(array))
+
+    def encode_units(self, codec: Codec, jobs: Sequence[EncodeJob]) -> list[bytes]:
+        """See `Backend.encode_units`."""
+        return codec.encode_many(jobs)
+
+    def encode_span(
+        self, codec: Codec, prepared: Codec, unit: Unit, arrays: Sequence[KeyValue],
+        reference: Sequence[KeyValue] | None,
+    ) -> bytes:  # fmt: skip
+        """See `Backend.encode_span`."""
+        return prepared.encode_span(unit, arrays, reference)
 
     def to_host(self, words: Any) -> np.ndarray:
         """See `Backend.to_host`."""
@@ -101,6 +124,7 @@ class CudaBackend:
         self.name = f"cuda:{number}"
         self._number = number
         self._decoders: dict[int, tuple[Codec, UnitDecoder | None]] = {}
+        self._encoders: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def buffer(self, elements: int, dtype: str) -> Any:
@@ -113,13 +137,40 @@ class CudaBackend:
         _check_places(jobs)
         with self._lock, device.use(self._number):
             decoder = self._decoder(codec)
-            plain = [i for i, job in enumerate(jobs) if job.reference is None] if decoder is not None else []
+            plain: list[int] = []
+            if decoder is not None:
+                plain = [i for i, job in enumerate(jobs) if decoder.references or job.reference is None]
             left = set(range(len(jobs))) - set(plain)
             if decoder is not None:
                 for at in range(0, len(plain), _MOST_UNITS):
                     some = plain[at : at + _MOST_UNITS]
                     left |= {some[i] for i in decoder.decode([jobs[i] for i in some])}
             self._decode_left(codec, [jobs[i] for i in sorted(left)])
+
+    def encode_units(self, codec: Codec, jobs: Sequence[EncodeJob]) -> list[bytes]:
+        """See `Backend.encode_units`."""
+        found: list[bytes | None] = [None] * len(jobs)
+        with self._lock, device.use(self._number):
+            encoder = self._encoder(codec)
+            if encoder is not None and jobs:
+                found = encoder.encode(jobs)
+        left = [i for i, payload in enumerate(found) if payload is None]
+        for i, payload in zip(left, codec.encode_many([jobs[i] for i in left]), strict=True):
+            found[i] = payload
+        return [payload for payload in found if payload is not None]
+
+    def encode_span(
+        self, codec: Codec, prepared: Codec, unit: Unit, arrays: Sequence[KeyValue],
+        reference: Sequence[KeyValue] | None,
+    ) -> bytes:  # fmt: skip
+        """See `Backend.encode_span`."""
+        if reference is None and isinstance(prepared, TransformCodec):
+            with self._lock, device.use(self._number):
+                encoder = self._encoder(codec)
+                found = None if encoder is None else encoder.encode_span(prepared, unit, arrays)
+            if found is not None:
+                return bytes(found)
+        return prepared.encode_span(unit, arrays, reference)
 
     def to_host(self, words: Any) -> np.ndarray:
         """See `Backend.to_host`."""
@@ -131,6 +182,11 @@ class CudaBackend:
         if id(codec) not in self._decoders:
             self._decoders[id(codec)] = codec, decoder_of(codec)
         return self._decoders[id(codec)][1]
+
+    def _encoder(self, codec: Codec) -> Any:
+        if id(codec) not in self._encoders:
+            self._encoders[id(codec)] = encoder_of(codec, self._decoder(codec))
+        return self._encoders[id(codec)]
 
     def _decode_left(self, codec: Codec, jobs: Sequence[Job]) -> None:
         from pltpack.gpu.copies import put_words
@@ -171,6 +227,25 @@ def decoder_of(codec: Codec) -> UnitDecoder | None:
         return None
 
 
+def encoder_of(codec: Codec, decoder: UnitDecoder | None) -> Any:
+    """The kernels' side of a started codec, for encoding: a `UnitEncoder`, or a `SpectrumEncoder`; None for none."""
+    from pltpack.gpu.group_encode import GroupEncoder
+    from pltpack.gpu.lossless_units import LosslessDecoder, LosslessEncoder
+    from pltpack.gpu.spectrum_encode import SpectrumEncoder
+    from pltpack.gpu.sphere_units import SphereDecoder, SphereEncoder
+
+    # What does not fit a device for decoding does not for encoding either.
+    if isinstance(decoder, LosslessDecoder) and isinstance(codec, LosslessCodec):
+        return LosslessEncoder(codec, decoder)
+    if isinstance(decoder, SphereDecoder):
+        return SphereEncoder(decoder)
+    if decoder is not None and isinstance(codec, GroupCodec):
+        return GroupEncoder(codec)
+    if decoder is not None and isinstance(codec, TransformCodec):
+        return SpectrumEncoder(codec)
+    return None
+
+
 def decode_on_host(codec: Codec, jobs: Sequence[Job]) -> list[list[KeyValue]]:
     """What the codec gives on the CPU, per job and layer ``[H, T, D]``; `ValueError` as of `Codec.decode`."""
     out: list[list[KeyValue]] = []
@@ -186,17 +261,6 @@ def decode_on_host(codec: Codec, jobs: Sequence[Job]) -> list[list[KeyValue]]:
             for job, arrays in zip(jobs, out, strict=True)
         ])  # fmt: skip
     return out
-
-
-def places_of(layers: Sequence[LayerGeometry], tokens: int, words: Any, base: int = 0) -> tuple[LayerPlace, ...]:
-    """Contiguous places ``[H, T, D]``, keys and then values, layer after layer in one buffer from `base` on."""
-    out = []
-    for g in layers:
-        keys = Pages.contiguous(g.heads, tokens, g.k_dim, base)
-        base += g.heads * tokens * g.k_dim
-        out.append(LayerPlace(words, keys, Pages.contiguous(g.heads, tokens, g.v_dim, base)))
-        base += g.heads * tokens * g.v_dim
-    return tuple(out)
 
 
 def _check_places(jobs: Sequence[Job]) -> None:

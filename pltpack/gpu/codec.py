@@ -1,4 +1,4 @@
-"""A codec whose units are decoded by a backend and given back as arrays on the host."""
+"""A codec whose units are decoded and encoded by a backend, with arrays on the host."""
 
 from __future__ import annotations
 
@@ -7,30 +7,46 @@ from typing import Any
 
 import numpy as np
 
-from pltpack.codec.base import Codec, DecodeJob, KeyValue, Samples, State, Unit
-from pltpack.gpu.backend import Backend, places_of
-from pltpack.gpu.jobs import Job
-from pltpack.snapshot import Identity, LayerGeometry
+from pltpack.codec.base import Codec, DecodeJob, EncodeJob, KeyValue, Samples, State, Unit
+from pltpack.gpu.backend import Backend
+from pltpack.gpu.jobs import Job, places_of
+from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
 #: Raw bytes of the units that are decoded at once, unless one is larger.
 _PIECE = 1 << 28
 
 
 class DeviceCodec(Codec):
-    """Stands for a started codec wherever units are decoded; what it encodes, the codec encodes.
+    """Stands for a started codec wherever units are decoded or encoded.
 
     Parameters
     ----------
     codec : Codec
         Started.
     backend : Backend
+    started : Codec, optional
+        What `codec` was prepared from: it has the state that is on the device.
     """
 
-    def __init__(self, codec: Codec, backend: Backend) -> None:
-        self._codec, self._backend = codec, backend
+    def __init__(self, codec: Codec, backend: Backend, started: Codec | None = None) -> None:
+        self._codec, self._backend, self._started = codec, backend, started or codec
         # They are of the codec's class; of this one, only an instance knows.
         self.codec_id, self.exact = codec.codec_id, codec.exact  # type: ignore[misc]
         self.spans, self.calibrated = codec.spans, codec.calibrated  # type: ignore[misc]
+        self.predicts = codec.predicts  # type: ignore[misc]
+
+    @property
+    def on_host(self) -> Codec:
+        """See `Codec.on_host`."""
+        return self._codec
+
+    def like(self, codec: Codec) -> Codec:
+        """See `Codec.like`."""
+        return DeviceCodec(codec.on_host, self._backend, self._started)
+
+    def prepare(self, snapshot: Snapshot, cuts: Sequence[int] = ()) -> Codec:
+        """See `Codec.prepare`."""
+        return self.like(self._codec.prepare(snapshot, cuts))
 
     def get_config(self) -> dict[str, Any]:
         """See `Codec.get_config`."""
@@ -50,11 +66,25 @@ class DeviceCodec(Codec):
 
     def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:
         """See `Codec.encode`."""
-        return self._codec.encode(unit, keys, values, reference)
+        if self.spans:
+            return self.encode_span(unit, [(keys, values)], None if reference is None else [reference])
+        return self.encode_many([EncodeJob(unit, keys, values, reference)])[0]
+
+    def encode_many(self, jobs: Sequence[EncodeJob]) -> list[bytes]:
+        """See `Codec.encode_many`."""
+        if self.spans:
+            return super().encode_many(jobs)
+        return self._backend.encode_units(self._started, jobs)
 
     def encode_span(self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None) -> bytes:
         """See `Codec.encode_span`."""
-        return self._codec.encode_span(unit, arrays, reference)
+        return self._backend.encode_span(self._started, self._codec, unit, arrays, reference)
+
+    def encode_both(
+        self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue]
+    ) -> tuple[bytes, bytes]:
+        """See `Codec.encode_both`: on the CPU, as units with a reference are."""
+        return self._codec.encode_both(unit, arrays, reference)
 
     def decode(
         self, payload: memoryview, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None
@@ -82,7 +112,7 @@ class DeviceCodec(Codec):
         for dtypes, numbers in kinds.items():
             if len(dtypes) > 1:
                 for number in numbers:
-                    self._codec.decode_span(*wanted[number])
+                    self._started.decode_span(*wanted[number])
                 continue
             piece: list[int] = []
             for number in numbers:
@@ -95,7 +125,7 @@ class DeviceCodec(Codec):
         sizes = [unit.tokens * sum(g.elements_per_token for g in _layers(unit)) for _, unit, _, _ in wanted]
         words = self._backend.buffer(sum(sizes), dtype)
         starts = np.cumsum(sizes) - sizes
-        self._backend.decode_units(self._codec, [
+        self._backend.decode_units(self._started, [
             Job(payload, unit, places_of(_layers(unit), unit.tokens, words, int(at)), 0, reference)
             for (payload, unit, _, reference), at in zip(wanted, starts, strict=True)
         ])  # fmt: skip

@@ -135,7 +135,7 @@ def staging(size: int) -> np.ndarray:
 
 @functools.cache
 def has_blas() -> bool:
-    """Whether CuPy finds cuBLAS, which is a package of its own."""
+    """Whether CuPy finds cuBLAS, which is a package of its own; NumPy has its BLAS."""
     xp = arrays()
     try:
         xp.ones((1, 1), np.float32) @ xp.ones((1, 1), np.float32)

@@ -26,6 +26,8 @@ from pltpack.gpu.place import place_of
 (HEADS, CODED, EXACT, CODED_AT, EXACT_AT, CLASSES_AT, HEADS_AT, ROW, EXACT_ROW, SYMBOL, EXACT_SYMBOL, WIDTH) = range(12)
 (LOW, ESCAPES, REST, ESCAPE_COUNT, BEFORE, MEANS, MEANS_HEAD, MEANS_TOKEN, VECTORS, TOKENS, KIND) = range(12, 23)
 PART_COLUMNS = 23
+#: Table classes that are tried for a head.
+CANDIDATES = 5
 
 _ALL = 0xFFFFFFFF
 
@@ -222,6 +224,48 @@ def _nibble(q: Any, raw: Any) -> Any:
 
 
 @cuda.jit
+def costs_kernel(
+    quantized: Any, parts: Any, tokens: Any, ranks: Any, firsts: Any, costs: Any, totals: Any
+) -> None:
+    """Code lengths of all heads with each of the table classes that may be theirs: `pltpack.codec.quantize.cost`.
+
+    Parameters
+    ----------
+    quantized : int32 ``[...]``
+    parts, tokens, ranks
+        As of `tables_kernel`.
+    firsts : int32 ``[heads, 2]``
+        First class to try for each head, and how many.
+    costs : int32 ``[54, 256]``
+        In 1/256 bit.
+    totals : int64 ``[heads, CANDIDATES]``
+        Added to.
+    """
+    part = parts[cuda.blockIdx.y]
+    lane, warps = np.int32(cuda.threadIdx.x & 31), cuda.blockDim.x >> 5
+    coded, dim = part[CODED], part[WIDTH]
+    half = (dim + 1) >> 1
+    for number in range(cuda.blockIdx.x * warps + (cuda.threadIdx.x >> 5), part[HEADS] * coded, cuda.gridDim.x * warps):
+        head, token = part[HEADS_AT] + number // coded, np.int64(tokens[part[CODED_AT] + number % coded])
+        at = part[VECTORS] + (number // coded * part[TOKENS] + token) * dim
+        rank = np.int64(ranks[part[CLASSES_AT] + token])
+        for choice in range(firsts[head, 1]):
+            kind = max(min(np.int64(firsts[head, 0]) + choice + rank, np.int64(CLASSES - 1)), np.int64(0))
+            raw = _low_bits(np.int32(kind))
+            total = np.int64(0)
+            for j in range(lane, half, 32):
+                a = _nibble(quantized[at + j], raw)
+                b = np.int32(8)
+                if half + j < dim:
+                    b = _nibble(quantized[at + half + j], raw)
+                symbol = np.int32(a | b << 4) if a > 0 and b > 0 else np.int32(0)
+                total += np.int64(costs[part[KIND] * CLASSES + kind, symbol])
+            if lane == 0:
+                total += np.int64(512) * half * np.int64(raw)
+            cuda.atomic.add(totals, (head, choice), total)
+
+
+@cuda.jit
 def emit_kernel(
     quantized: Any, parts: Any, tokens: Any, table_of_row: Any, planes_before: Any, coded_symbols: Any, symbols: Any,
     low: Any, escapes_in: Any
@@ -317,6 +361,7 @@ SIGNATURES = {
                         _FLOATS, _FLOATS),
     exact_kernel: (_BYTES, _TABLE, _TABLE, _INTS, _BYTES, _INTS, types.int32, types.uint16[::1]),
     quantize_kernel: (_FLOATS, _TABLE, _BYTES, _SHORTS, _FLOATS, _FLOATS, _INTS, _BYTES),
+    costs_kernel: (_INTS, _TABLE, _INTS, _SHORTS, types.int32[:, ::1], types.int32[:, ::1], types.int64[:, ::1]),
     emit_kernel: (_INTS, _TABLE, _INTS, _BYTES, _INTS, types.uint8[:, ::1], _BYTES, _BYTES, _INTS),
     escapes_kernel: (_INTS, _TABLE, _INTS, _BYTES, _INTS, _SHORTS),
 }  # fmt: skip

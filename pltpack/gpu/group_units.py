@@ -20,7 +20,7 @@ from pltpack.codec.levels import CLASSES, POWERS, RAW_BITS, TABLES
 from pltpack.codec.tokens import EXACT, FINEST
 from pltpack.gpu import device, group, place, rans
 from pltpack.gpu.group import PART_COLUMNS
-from pltpack.gpu.jobs import Job, Staged
+from pltpack.gpu.jobs import Job, Staged, UnitDecoder
 from pltpack.gpu.rans import STREAM_COLUMNS
 from pltpack.snapshot import DTYPES
 
@@ -166,7 +166,7 @@ def _plan(
     sizes[0], sizes[1], sizes[2] = count, row, symbol
 
 
-class GroupDecoder:
+class GroupDecoder(UnitDecoder):
     """Decodes units of one started group codec on the device; see `pltpack.gpu.jobs.UnitDecoder`."""
 
     def __init__(self, codec: GroupCodec) -> None:

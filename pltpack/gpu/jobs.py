@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from pltpack.codec.base import KeyValue, Unit
+from pltpack.codec.base import EncodeJob, KeyValue, Unit
 from pltpack.gpu import device
 from pltpack.gpu.place import Pages
+from pltpack.snapshot import LayerGeometry
 
 
 class LayerPlace(NamedTuple):
@@ -69,8 +70,47 @@ class Staged:
         device.mark("copy to device")
 
 
+def places_of(layers: Sequence[LayerGeometry], tokens: int, words: Any, base: int = 0) -> tuple[LayerPlace, ...]:
+    """Contiguous places ``[H, T, D]``, keys and then values, layer after layer in one buffer from `base` on."""
+    out = []
+    for g in layers:
+        keys = Pages.contiguous(g.heads, tokens, g.k_dim, base)
+        base += g.heads * tokens * g.k_dim
+        out.append(LayerPlace(words, keys, Pages.contiguous(g.heads, tokens, g.v_dim, base)))
+        base += g.heads * tokens * g.v_dim
+    return tuple(out)
+
+
+def uploaded(arrays: Sequence[Sequence[KeyValue]], units: Sequence[Unit]) -> tuple[Any, list[tuple[LayerPlace, ...]]]:
+    """Units' arrays, all of one dtype, in a device buffer one after the other: the buffer, and places by unit."""
+    flat = [array for pairs in arrays for pair in pairs for array in pair]
+    word = np.dtype(f"u{flat[0].dtype.itemsize}")
+    host = device.staging(word.itemsize * sum(array.size for array in flat)).view(word)
+    at = 0
+    for array in flat:
+        host[at : at + array.size].reshape(array.shape)[...] = array.view(word)
+        at += array.size
+    words, at, places = device.put(host), 0, []
+    for unit in units:
+        layers = unit.layers or (unit.geometry,)
+        places.append(places_of(layers, unit.tokens, words, at))
+        at += unit.tokens * sum(g.elements_per_token for g in layers)
+    return words, places
+
+
+class UnitEncoder(Protocol):
+    """Encodes units of one started codec on the device."""
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[bytes | None]:
+        """Payloads as the codec on the CPU writes them; None for units that are left to it."""
+        ...
+
+
 class UnitDecoder(Protocol):
     """Decodes the units of one started codec on the device."""
+
+    #: Whether it takes units with a reference; else they go to the CPU.
+    references: ClassVar[bool] = False
 
     def decode(self, jobs: Sequence[Job]) -> list[int]:
         """Decode what this decoder can; give the numbers of the jobs that it left, untouched or to be redone.

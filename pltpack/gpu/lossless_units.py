@@ -14,18 +14,19 @@ import numpy as np
 
 from pltpack.codec import rans as host_rans
 from pltpack.codec import symbols as host_symbols
+from pltpack.codec.base import EncodeJob
 from pltpack.codec.classes import LAYOUTS, Layout
 from pltpack.codec.lossless import STATIC, LosslessCodec
 from pltpack.codec.payload import Reader, expand, squeeze
 from pltpack.gpu import device, place, rans, words
-from pltpack.gpu.jobs import Job, Staged
+from pltpack.gpu.jobs import Job, Staged, UnitDecoder, uploaded
 from pltpack.gpu.rans import STREAM_COLUMNS
 from pltpack.gpu.words import UNIT_COLUMNS
 
 _STORED, _FRAME = 0, 1
 
 
-class LosslessDecoder:
+class LosslessDecoder(UnitDecoder):
     """Decodes, and encodes, units of one started lossless codec on the device; see `jobs.UnitDecoder`."""
 
     def __init__(self, codec: LosslessCodec) -> None:
@@ -123,6 +124,10 @@ class LosslessDecoder:
         ValueError
             If the state has no tables.
         """
+        return [payload for payload, _ in self.static(jobs, layout)]
+
+    def static(self, jobs: Sequence[Job], layout: Layout) -> list[tuple[bytes, bool]]:
+        """What `encode` gives, and whether it is what the CPU's encoder would choose without trying others."""
         if self._tables is None:
             raise ValueError("lossless state has no tables for the static mode")
         xp, targets = device.arrays(), place.Targets()
@@ -210,14 +215,17 @@ def _layout_arrays(layout: Layout) -> tuple[Any, Any]:
 
 
 def _payloads(units: np.ndarray, layout: Layout, streams: Sequence[bytes], escapes: np.ndarray,
-              escapes_in: np.ndarray, planes: np.ndarray) -> list[bytes]:  # fmt: skip
-    """Payloads from their parts; planes are compressed where that pays, as on the CPU."""
+              escapes_in: np.ndarray, planes: np.ndarray) -> list[tuple[bytes, bool]]:  # fmt: skip
+    """Payloads from their parts; planes are compressed where that pays, as on the CPU. And whether they are usual."""
     out, at = [], 0
     for line, stream in zip(units, streams, strict=True):
         count = int(escapes_in[line[words.ROW] : line[words.ROW] + line[words.ROWS]].sum())
         mine = escapes[at : at + count].astype("<u2").tobytes()
         parts = [struct.pack("<BII", STATIC, count, len(stream)), mine, stream]
         at += count
+        size = int(line[words.ROWS] * line[words.LENGTH])
+        usual = 64 * count <= size and 16 * len(stream) <= 15 * size + 16 * host_rans.HEADER_BYTES
+        stored = squeezed = 0
         for number, (_, width) in enumerate(layout.planes):
             start = line[words.PLANE0 + number]
             plane = planes[start : start + line[words.ROWS] * _columns(int(line[words.LENGTH]), width)]
@@ -226,5 +234,30 @@ def _payloads(units: np.ndarray, layout: Layout, streams: Sequence[bytes], escap
                 parts += [struct.pack("<BI", _FRAME, len(frame)), frame]
             else:
                 parts += [bytes([_STORED]), plane.tobytes()]
-        out.append(b"".join(parts))
+            stored, squeezed = stored + plane.size, squeezed + min(plane.size, len(frame) or plane.size)
+        payload = b"".join(parts)
+        out.append((payload, usual and 8 * squeezed >= stored and len(payload) <= size * layout.word.itemsize))
     return out
+
+
+class LosslessEncoder:
+    """Encodes units in the static mode, where the CPU's encoder would; see `jobs.UnitEncoder`."""
+
+    def __init__(self, codec: LosslessCodec, decoder: LosslessDecoder) -> None:
+        self._codec, self._decoder = codec, decoder
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[bytes | None]:
+        """See `UnitEncoder.encode`."""
+        out: list[bytes | None] = [None] * len(jobs)
+        kinds: dict[str, list[int]] = {}
+        for number, job in enumerate(jobs):
+            if job.reference is None and self._codec._tables is not None:
+                self._codec._static(job.unit)
+                kinds.setdefault(job.unit.geometry.dtype, []).append(number)
+        for dtype, numbers in kinds.items():
+            units = [jobs[number].unit for number in numbers]
+            _, places = uploaded([[(jobs[number].keys, jobs[number].values)] for number in numbers], units)
+            some = [Job(memoryview(b""), unit, where) for unit, where in zip(units, places, strict=True)]
+            for number, (payload, usual) in zip(numbers, self._decoder.static(some, LAYOUTS[dtype]), strict=True):
+                out[number] = payload if usual else None
+        return out

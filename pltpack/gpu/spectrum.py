@@ -278,7 +278,7 @@ def escapes_kernel(
 
 def product(a: Any, b: Any, depth: int) -> Any:
     """``a[:, :depth] b[:depth]``, a new array."""
-    if not device.is_simulated() and device.has_blas():
+    if device.has_blas():
         return a[:, :depth] @ b[:depth]
     out = device.arrays().zeros((a.shape[0], b.shape[1]), np.float32)
     add_product(a, b, out, 0, depth, 0)
@@ -287,9 +287,14 @@ def product(a: Any, b: Any, depth: int) -> Any:
 
 def add_product(a: Any, b: Any, out: Any, first: int, depth: int, to: int) -> None:
     """What `product_kernel` does: by cuBLAS on a device that has it."""
-    if not device.is_simulated() and device.has_blas():
+    if device.has_blas():
         out[:, to : to + b.shape[1]] += a[:, first : first + depth] @ b[:depth]
         return
+    add_product_without_blas(a, b, out, first, depth, to)
+
+
+def add_product_without_blas(a: Any, b: Any, out: Any, first: int, depth: int, to: int) -> None:
+    """Run `product_kernel`."""
     grid = max(1, -(-b.shape[1] // TILE)), max(1, -(-out.shape[0] // TILE))
     product_kernel[grid, (TILE, TILE), device.stream(), 0](a, b, out, first, depth, to)
 

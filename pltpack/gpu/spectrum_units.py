@@ -1,7 +1,8 @@
-"""The transform codec's units on a device; units with a reference are left to the CPU.
+"""Decoding of the transform codec's units on a device, predicted ones included.
 
 Headers, orders of coefficients and exact tokens are read on the host, as on the CPU; symbols, coefficients, products,
-rotation and rounding are the device's. Units of one layer group share their products.
+rotation and rounding are the device's. Units of one layer group share their products. References come from the host;
+those that take the mean's place (format 1.1) are left to the CPU.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, rate, transform
+from pltpack.codec import coefficients, exact_tokens, prediction, rate, transform
 from pltpack.codec import rans as host_rans
 from pltpack.codec.coefficients import ESCAPE, Order
 from pltpack.codec.payload import Reader
 from pltpack.codec.rope import Rotation
+from pltpack.codec.rows import to_rows
 from pltpack.codec.transform import EXACT, TransformCodec
 from pltpack.gpu import device, place, rans, spectrum
 from pltpack.gpu.copies import put_layer
-from pltpack.gpu.jobs import Job, Staged
+from pltpack.gpu.jobs import Job, Staged, UnitDecoder
 from pltpack.gpu.rans import STREAM_COLUMNS
 from pltpack.gpu.spectrum import UNIT_COLUMNS, Places
 from pltpack.snapshot import DTYPES, LayerGeometry
 
 _HEADER = struct.Struct("<BhH")
+#: Flags of a unit that is coded around a share of its reference.
+_PREDICTED = 3
 #: Device bytes for dense coefficients and rows at a time.
 _WORKSPACE = 1 << 30
 
@@ -42,6 +46,7 @@ class _Unit(NamedTuple):
     low: int
     marks: np.ndarray
     exact: np.ndarray
+    shares: np.ndarray
 
 
 class _Group:
@@ -51,12 +56,15 @@ class _Group:
         shared, local = bases._synthesis
         self.shared, self.local = device.put(shared), [device.put(basis) for basis in local]
         self.order = device.put(bases._order.astype(np.int32))
-        self.mean, self.rank, self.span = device.put(bases.mean), bases.rank, shared.shape[1]
+        self.host_mean, self.rank, self.span = bases.mean, bases.rank, shared.shape[1]
+        self.mean = device.put(bases.mean)
         self.reach = bases._reach
 
 
-class SpectrumDecoder:
+class SpectrumDecoder(UnitDecoder):
     """Decodes units of one started transform codec on the device; see `jobs.UnitDecoder`."""
+
+    references = True
 
     def __init__(self, codec: TransformCodec) -> None:
         self._codec, self._tables = codec, codec._tables
@@ -105,7 +113,7 @@ class SpectrumDecoder:
         mine, some = [unit for unit in read if unit is not None], [jobs[i] for i in taken]
         staged = Staged([job.payload for job in some])
         units, streams = self._plan(mine, some, staged, group)
-        wrong, rows = self._rows(mine, units, streams, staged, group, layers)
+        wrong, rows = self._rows(mine, units, streams, staged, group, self._reference(some, group, layers))
         self._store(rows, some, units, layers)
         _place_exact(mine, some, layers)
         device.mark("place")
@@ -127,8 +135,22 @@ class SpectrumDecoder:
             index, row, token = index + len(unit.places.index), row + rows, token + job.unit.tokens
         return lines, streams
 
+    def _reference(self, jobs: Sequence[Job], group: _Group, layers: Sequence[LayerGeometry]) -> Any:
+        """Rows of the units' references, un-rotated on the host; the mean in tokens without a finite one."""
+        if all(job.reference is None for job in jobs):
+            return device.arrays().zeros((1, 1), np.float32)
+        rows = np.tile(group.host_mean, (sum(job.unit.tokens for job in jobs), 1))
+        at = 0
+        for job in jobs:
+            if job.reference is not None:
+                mine = rows[at : at + job.unit.tokens]
+                found, finite = to_rows(job.reference, layers, self._codec._identity, job.unit.position)
+                mine[finite] = found[finite]
+            at += job.unit.tokens
+        return device.put(rows)
+
     def _rows(self, units: Sequence[_Unit], lines: np.ndarray, streams: np.ndarray, staged: Staged, group: _Group,
-              layers: Sequence[LayerGeometry]) -> tuple[np.ndarray, Any]:  # fmt: skip
+              reference: Any) -> tuple[np.ndarray, Any]:  # fmt: skip
         """Which units are damaged, and un-rotated rows of all tokens."""
         xp = device.arrays()
         kinds = device.put(np.concatenate([*(unit.places.table_of_row for unit in units), np.zeros(1, np.uint8)]))
@@ -153,25 +175,35 @@ class SpectrumDecoder:
             for basis in group.local:
                 spectrum.add_product(own, basis, rows, at, len(basis), at)
                 at += len(basis)
-        none = xp.zeros((1, 1), np.float32)
-        spectrum.center_kernel[device.loop_of(rows.size)](rows, group.mean, none, xp.zeros(len(widths), np.float32))
+        shares = device.put(np.concatenate([unit.shares for unit in units]))
+        spectrum.center_kernel[device.loop_of(rows.size)](rows, group.mean, reference, shares)
         device.mark("product")
         escapes = device.get(decoded.escapes_of)[: len(units)]
         wrong = (device.get(decoded.damaged)[: len(units)] != 0) | (escapes != lines[:, spectrum.ESCAPE_COUNT])
         return wrong, rows
 
     def _read(self, job: Job, bases: Any, layers: Sequence[LayerGeometry]) -> _Unit | None:
-        """Of a payload; None if it is malformed or has a reference."""
+        """Of a payload; None if it is malformed, or its reference takes the mean's place."""
         unit, reader = job.unit, Reader(job.payload)
         try:
             flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
             marks = reader.array(count, "<u2").astype(np.int64)
             ordered = not count or (marks[-1] < unit.tokens and (np.diff(marks) > 0).all())
-            if flags or abs(log_step) > rate.MAX_LOG_STEP or not ordered:
+            known = flags == (0 if job.reference is None else _PREDICTED)
+            if not known or abs(log_step) > rate.MAX_LOG_STEP or not ordered:
                 return None
             classes = transform.unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
-            classes[marks] = EXACT
-            steps = rate.steps(log_step)
+            steps = widths = rate.steps(log_step)
+            shares = np.zeros(unit.tokens, np.float32)
+            if flags:
+                predicted = transform.unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
+                exact_ = np.zeros(unit.tokens, np.bool_)
+                exact_[marks] = True
+                classes = prediction.joint(classes, predicted, exact_)
+                steps, widths = prediction.lowered(steps), np.tile(steps, prediction.CLASSES)
+                shares = prediction.shares()[predicted]
+            else:
+                classes[marks] = EXACT
             order = Order.of(bases.logs, steps, classes, self._tables)
             length, escapes, low = (reader.u32() for _ in range(3))
             raw = self._tables.raw
@@ -179,7 +211,7 @@ class SpectrumDecoder:
                 return None
             if length < host_rans.HEADER_BYTES or length % 2:
                 return None
-            stream = _HEADER.size + 2 * count + (unit.tokens + 1) // 2 + 12
+            stream = _HEADER.size + 2 * count + (unit.tokens + 1) // 2 * (2 if flags else 1) + 12
             low_at = stream + length + 4 * escapes
             reader.take(length + 4 * escapes + low)
             exact = np.zeros((count, bases.group.last - bases.group.first), _widest(layers))
@@ -189,8 +221,8 @@ class SpectrumDecoder:
             reader.end()
         except ValueError:
             return None
-        widths = np.append(rate.value_of(steps), 0.0).astype(np.float32)[classes]
-        return _Unit(order, Places(order, raw), widths, stream, length, escapes, low_at, marks, exact)
+        values = np.append(rate.value_of(widths), 0.0).astype(np.float32)[classes]
+        return _Unit(order, Places(order, raw), values, stream, length, escapes, low_at, marks, exact, shares)
 
     def _store(self, rows: Any, jobs: Sequence[Job], lines: np.ndarray, layers: Sequence[LayerGeometry]) -> None:
         identity = self._codec._identity

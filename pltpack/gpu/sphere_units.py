@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from pltpack.codec import turboquant
+from pltpack.codec.base import EncodeJob
 from pltpack.codec.turboquant import TurboQuantCodec
 from pltpack.gpu import device, place, sphere
-from pltpack.gpu.jobs import Job, Staged
+from pltpack.gpu.jobs import Job, Staged, UnitDecoder, uploaded
 from pltpack.gpu.sphere import PART_COLUMNS
-from pltpack.snapshot import DTYPES
+from pltpack.snapshot import DTYPES, LayerGeometry
 
 _INFINITY = 0x7F80
 
@@ -27,7 +28,7 @@ class _Book:
                      rotation.scale)  # fmt: skip
 
 
-class SphereDecoder:
+class SphereDecoder(UnitDecoder):
     """Decodes, and encodes, units of one started TurboQuant codec on the device; see `jobs.UnitDecoder`."""
 
     def __init__(self, codec: TurboQuantCodec) -> None:
@@ -184,6 +185,30 @@ class SphereDecoder:
             size = -(-heads * len(coded) * int(line[sphere.WIDTH]) * self._bits // 8)
             out.append(packed[start : start + size].tobytes())
         return b"".join(out)
+
+
+class SphereEncoder:
+    """Encodes units whose vectors fit in shared memory; see `jobs.UnitEncoder`."""
+
+    def __init__(self, decoder: SphereDecoder) -> None:
+        self._decoder = decoder
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[bytes | None]:
+        """See `UnitEncoder.encode`; the codec ignores references."""
+        out: list[bytes | None] = [None] * len(jobs)
+        kinds: dict[LayerGeometry, list[int]] = {}
+        for number, job in enumerate(jobs):
+            g = job.unit.geometry
+            shapes = (g.heads, job.unit.tokens, g.k_dim), (g.heads, job.unit.tokens, g.v_dim)
+            if {g.k_dim, g.v_dim} <= set(self._decoder._books) and (job.keys.shape, job.values.shape) == shapes:
+                kinds.setdefault(g, []).append(number)
+        for numbers in kinds.values():
+            units = [jobs[number].unit for number in numbers]
+            _, places = uploaded([[(jobs[number].keys, jobs[number].values)] for number in numbers], units)
+            some = [Job(memoryview(b""), unit, where) for unit, where in zip(units, places, strict=True)]
+            for number, payload in zip(numbers, self._decoder.encode(some), strict=True):
+                out[number] = payload
+        return out
 
 
 def _norms(norms: np.ndarray, line: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
