@@ -47,3 +47,12 @@ def to_torch(array: np.ndarray) -> Any:
     name = dtype_name(array.dtype)
     bits = np.array(array, order="C").view(_BITS[array.dtype.itemsize][1])
     return torch.from_numpy(bits).view(getattr(torch, _TORCH_NAMES[name]))
+
+
+def torch_view(array: np.ndarray) -> Any:
+    """An array of a cache dtype as a tensor on the CPU that shares its memory; it must be writable."""
+    import torch
+
+    name = dtype_name(array.dtype)
+    bits = array.view(_BITS[array.dtype.itemsize][1])
+    return torch.from_numpy(bits).view(getattr(torch, _TORCH_NAMES[name]))

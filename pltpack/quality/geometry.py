@@ -109,6 +109,25 @@ def model_rope(network: Any) -> dict[str, Any] | None:
                            f"{rope['theta']:g} over {rope['dim']} of {before[0].shape[-1]} dimensions")  # fmt: skip
 
 
+def config_rope(config: Any, head_dim: int) -> dict[str, Any] | None:
+    """The rotary embedding that a configuration states, without its style, which no configuration does.
+
+    Parameters
+    ----------
+    config : transformers.PretrainedConfig
+        Of the part that decodes text.
+    head_dim : int
+        Key dimension.
+
+    Raises
+    ------
+    UnsupportedError
+        If the type is unknown here, or layers differ in it.
+    """
+    found = _one_for_all(getattr(config, "rope_parameters", None))
+    return None if found is None else _described(found, head_dim, config)
+
+
 def _one_for_all(parameters: Any) -> Mapping[str, Any] | None:
     """The rotary parameters of all layers; some models keep one set per type of layer."""
     if not isinstance(parameters, Mapping) or not parameters:

@@ -160,6 +160,13 @@ class Loader:
         with self.stream(hit, into, timeout) as stream:
             return list(stream)
 
+    def leave_out(self, session: str) -> None:
+        """Do not offer a session any more, as a reader elsewhere found it damaged."""
+        with self._lock:
+            self._bad.add(session)
+            if self._index is not None:
+                self._index = self._index.without(session)
+
     def pin(self, hit: Hit) -> None:
         """Keep the library centroids that a hit maps to in memory, once decoded, until `unpin`."""
         self._centroids.pin(self._keys(hit))
