@@ -8,7 +8,6 @@ own kernel, by letting it store numbers and looking where they went.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 

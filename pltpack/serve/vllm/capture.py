@@ -62,7 +62,7 @@ class Keeper:
         size = len(tokens) * sum(layer.bytes_per_token for layer in self._identity.layers)
         with self._lock:
             if self._waiting + size > self._settings.queue_bytes:
-                log.warning("a prompt of %d tokens is not kept: %d bytes wait to be written", len(tokens), self._waiting)
+                log.warning("a prompt of %d tokens is not kept: %d bytes wait", len(tokens), self._waiting)
                 return False
         return True
 

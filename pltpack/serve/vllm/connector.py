@@ -1,6 +1,8 @@
 """`PltpackConnector`: vLLM's connector interface (``KVConnectorBase_V1``) over the scheduler's and the worker's side.
 
-In vLLM both sides live in one process or in two; in one they share the open archive.
+In vLLM both sides live in one process or in two; in one they share the open archive. vLLM imports this module before
+its workers start, and then looks into all modules in a way that fails on llvmlite's; so what needs numba is imported
+later.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,13 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pltpack.errors import NotFoundError
-from pltpack.serve.follow import FollowedArchive
-from pltpack.serve.vllm.capture import Keeper
-from pltpack.serve.vllm.model import cache_shape, engine_identity, expected_of
 from pltpack.serve.vllm.settings import ConnectorSettings
 from pltpack.serve.vllm.steps import Load, Planner, Save
-from pltpack.serve.vllm.worker import Worker
 from pltpack.snapshot import Identity
+
+if TYPE_CHECKING:
+    from pltpack.serve.follow import FollowedArchive
+    from pltpack.serve.vllm.worker import Worker
 
 log = logging.getLogger("pltpack.serve")
 
@@ -59,6 +61,10 @@ class PltpackConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        from pltpack.serve.vllm.capture import Keeper
+        from pltpack.serve.vllm.model import cache_shape, engine_identity
+        from pltpack.serve.vllm.worker import Worker
+
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config or {})
         shape = cache_shape(vllm_config, kv_cache_config)
@@ -156,6 +162,8 @@ class PltpackConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _shared(settings: ConnectorSettings, own: Identity) -> FollowedArchive:
     """The archive, opened once in a process."""
+    from pltpack.serve.follow import FollowedArchive
+    from pltpack.serve.vllm.model import expected_of
 
     def expected(identity: Identity) -> Identity:
         return expected_of(own, identity, settings.accept_unknown)

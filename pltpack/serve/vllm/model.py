@@ -104,8 +104,8 @@ def expected_of(own: Identity, archive: Identity, accept_unknown: Sequence[str])
     """
     for field in ("weights", "rope"):
         if getattr(own, field) is None and getattr(archive, field) is not None and field not in accept_unknown:
-            raise UnsupportedError(f"identity field {field!r} of the engine is not known, so an archive that records it "
-                                   f"cannot be checked (go on without: \"accept_unknown\": [\"{field}\"])")  # fmt: skip
+            raise UnsupportedError(f"identity field {field!r} of the engine is not known, so an archive that records "
+                                   f"it cannot be checked (go on without: \"accept_unknown\": [\"{field}\"])")  # fmt: skip
     rope = own.rope
     if rope is not None and "style" not in rope and archive.rope is not None:
         rope = {**rope, "style": archive.rope.get("style", "half")}

@@ -1,7 +1,7 @@
 """The entry point of the group ``vllm.general_plugins``: the connector by name, and an environment variable for all.
 
-With ``PLTPACK_ARCHIVE=FOLDER`` an engine that names no connector of its own gets this one, with failed loads recomputed;
-``PLTPACK_VLLM`` may hold more of ``kv_connector_extra_config`` as a JSON object.
+With ``PLTPACK_ARCHIVE=FOLDER`` an engine that names no connector of its own gets this one, with failed loads
+recomputed; ``PLTPACK_VLLM`` may hold more of ``kv_connector_extra_config`` as a JSON object.
 """
 
 from __future__ import annotations

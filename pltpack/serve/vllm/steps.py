@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pltpack.serve.follow import FollowedArchive
+if TYPE_CHECKING:
+    from pltpack.serve.follow import FollowedArchive
+
+#: Loads whose failure may still be reported.
+MOST_SENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +56,8 @@ class Planner:
         self._loads: list[Load] = []
         # Of prompts that are to be kept and are not complete: tokens and blocks.
         self._open: dict[str, tuple[np.ndarray, list[int]]] = {}
-        # A worker in another process reports what failed by its blocks.
-        self._sent: list[Load] = []
+        # A worker in another process reports what failed by its blocks, some steps later.
+        self._sent: collections.deque[Load] = collections.deque(maxlen=MOST_SENT)
 
     def matched(self, request: Any, computed: int) -> int:
         """Tokens of a prompt that can be loaded beyond those computed: whole blocks, and never its last token."""
@@ -103,8 +108,9 @@ class Planner:
             saves.append(
                 self._saved(request, cached.num_computed_tokens[at] + output.num_scheduled_tokens[request])
             )
-        self._sent, self._loads = self._loads, []
-        return self._sent, [save for save in saves if save is not None]
+        loads, self._loads = self._loads, []
+        self._sent.extend(loads)
+        return loads, [save for save in saves if save is not None]
 
     def _saved(self, request: str, computed: int) -> Save | None:
         if request not in self._open or computed < len(self._open[request][0]):
@@ -119,7 +125,7 @@ class Planner:
     def failed(self, blocks: set[int]) -> None:
         """Leave out what held the blocks that a worker could not load."""
         loader = self._archive.loader()
-        for load in self._sent:
+        for load in list(self._sent):
             if loader is not None and not blocks.isdisjoint(load.blocks):
                 hit = loader.lookup(load.tokens)
                 if hit:
