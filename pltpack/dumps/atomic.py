@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +59,36 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Give a temporary folder to write files to; on success it takes the place of `path`, else it is removed.
+
+    Raises
+    ------
+    DumpError
+        If the system refuses the write.
+    ConflictError
+        If `path` is something else than a folder.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConflictError("exists and is not a folder", path)
+    name = secrets.token_hex(8)
+    temp, former = path.with_name(f".tmp-{name}"), path.with_name(f".tmp-{name}-former")
+    try:
+        temp.mkdir()
+        yield temp
+        for file in temp.rglob("*"):
+            _sync(file, os.O_RDONLY if file.is_dir() else os.O_RDWR)
+        if path.exists():
+            os.replace(path, former)
+        os.replace(temp, path)
+        _sync(path.parent, os.O_RDONLY)
+    except OSError as error:
+        if former.exists() and not path.exists():
+            os.replace(former, path)
+        raise DumpError(f"cannot be written ({error.strerror or error})", path) from error
+    finally:
+        for left in (temp, former):
+            shutil.rmtree(left, ignore_errors=True)

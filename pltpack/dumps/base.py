@@ -213,6 +213,14 @@ def parse_json(text: str | bytes, what: str) -> Any:
         raise DumpError(f"{what} is not valid JSON ({type(error).__name__})") from None
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON whole or not at all."""
+    from pltpack.dumps.atomic import replacing
+
+    with replacing(path) as temporary, open(temporary, "x", encoding="utf-8") as file:
+        json.dump(data, file, separators=(",", ":"))
+
+
 def parse_identity(text: str | None, layers: tuple[LayerGeometry, ...]) -> Identity:
     """The identity that a dump records, with the geometry of its arrays.
 

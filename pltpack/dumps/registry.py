@@ -32,6 +32,10 @@ _BUILT_IN = {
     "transformers": "pltpack.dumps.transformers_cache:TransformersFormat",
     "llama.cpp": "pltpack.dumps.llama_cpp:LlamaCppFormat",
     "mlx": "pltpack.dumps.mlx_lm:MlxFormat",
+    "vllm-example": "pltpack.dumps.vllm_example:VllmExampleFormat",
+    "vllm-offload": "pltpack.dumps.vllm_offload:VllmOffloadFormat",
+    "lmcache": "pltpack.dumps.lmcache_chunks:LmcacheFormat",
+    "sglang-hicache": "pltpack.dumps.sglang_hicache:SglangHiCacheFormat",
 }
 _TEXTS = {".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".log", ".py", ".html"}
 _HEAD_BYTES = 4096

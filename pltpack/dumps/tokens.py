@@ -2,13 +2,14 @@
 
 Most engines do not store token ids with their caches, so an importer takes them from ``<dump>.tokens.json`` beside the
 dump (``a.safetensors.tokens.json`` or ``a.tokens.json``) or from one file for all dumps. Both hold a JSON list for one
-session, or an object ``{session: list}``.
+session, or an object ``{session: list}``. The one file may also be a log of vLLM's KV events
+(`pltpack.dumps.kv_events`), named ``.jsonl``. Formats whose file names are digests of tokens look through all lists.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from pltpack.errors import DumpError, NotFoundError, PltpackError
 
 SIDECAR = ".tokens.json"
+EVENT_LOGS = {".jsonl", ".ndjson"}
 
 
 def token_ids(values: Any, what: str) -> np.ndarray:
@@ -81,6 +83,29 @@ class TokenLookup:
             return None
         return self._pick(self._given, session, self._file)
 
+    def lists(self, dump: Path) -> Iterator[tuple[str | None, np.ndarray]]:
+        """Every list of token ids that may belong to a dump: of its sidecar, then of the caller's file.
+
+        Yields
+        ------
+        (name, ids)
+            The name that the file gives it, if any, and int32 ``[T]``.
+
+        Raises
+        ------
+        DumpError
+            If a token file is malformed.
+        """
+        sidecars = (dump.with_name(dump.name + SIDECAR), dump.with_name(dump.stem + SIDECAR))
+        files = [(file, _load(file)) for file in dict.fromkeys(sidecars) if file.is_file()]
+        if self._file is not None:
+            files.append((self._file, self._given))
+        for file, data in files:
+            try:
+                yield from _lists(None, data)
+            except PltpackError as error:
+                raise error.at(file) from None
+
     def require(self, dump: Path, session: str, count: int, found: np.ndarray | None = None) -> np.ndarray:
         """Token ids of a session of `count` cached tokens: `found` in the dump itself, else those of `find`.
 
@@ -113,6 +138,20 @@ class TokenLookup:
             raise error.at(file) from None
 
 
+def _lists(name: str | None, data: Any, depth: int = 2) -> Iterator[tuple[str | None, np.ndarray]]:
+    """Lists of ids at the top of some JSON data, or one level or two below it."""
+    if isinstance(data, Mapping) and depth:
+        for key, value in data.items():
+            yield from _lists(str(key) if name is None else f"{name}.{key}", value, depth - 1)
+    elif isinstance(data, list) and data and all(isinstance(value, list) for value in data) and depth:
+        for index, value in enumerate(data):
+            yield from _lists(str(index) if name is None else f"{name}.{index}", value, depth - 1)
+    elif isinstance(data, list):
+        yield name, token_ids(data, "token list" if name is None else f"token list {name!r}")
+    else:
+        raise DumpError("token file holds something else than lists of token ids")
+
+
 def _load(file: Path) -> Any:
     from pltpack.dumps.base import MAX_JSON, parse_json
 
@@ -121,6 +160,10 @@ def _load(file: Path) -> Any:
             raise NotFoundError("no such token file", file)
         if file.stat().st_size > MAX_JSON:
             raise DumpError(f"token file is larger than {MAX_JSON} bytes", file)
+        if file.suffix in EVENT_LOGS:
+            from pltpack.dumps.kv_events import token_lists
+
+            return token_lists(file.read_text(encoding="utf-8", errors="replace"))
         return parse_json(file.read_bytes(), "token file")
     except OSError as error:
         raise DumpError(f"cannot be read ({error.strerror})", file) from None

@@ -104,8 +104,9 @@ def expected_of(own: Identity, archive: Identity, accept_unknown: Sequence[str])
     """
     for field in ("weights", "rope"):
         if getattr(own, field) is None and getattr(archive, field) is not None and field not in accept_unknown:
+            way = f'"accept_unknown": ["{field}"]'
             raise UnsupportedError(f"identity field {field!r} of the engine is not known, so an archive that records "
-                                   f"it cannot be checked (go on without: \"accept_unknown\": [\"{field}\"])")  # fmt: skip
+                                   f"it cannot be checked (go on without: {way})")  # fmt: skip
     rope = own.rope
     if rope is not None and "style" not in rope and archive.rope is not None:
         rope = {**rope, "style": archive.rope.get("style", "half")}
