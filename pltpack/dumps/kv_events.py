@@ -38,6 +38,8 @@ def token_lists(text: str) -> dict[str, list[int]]:
         if name not in parents:
             found[name] = _chain(name, blocks)
             base.check_count(sum(map(len, found.values())))
+    if not found:
+        raise DumpError("the event log's blocks are each other's parents in a circle")
     return found
 
 

@@ -131,7 +131,9 @@ def told_order(readings: Sequence[np.ndarray], tokens: np.ndarray) -> int | None
     scores = []
     for index, values in enumerate(readings):
         count = values.shape[1]
-        score = _within(values.transpose(1, 0, 2).reshape(count, -1).astype(np.float64), tokens[:count])
+        # Wrong readings, and damaged ones, may be anything.
+        with np.errstate(invalid="ignore", over="ignore"):
+            score = _within(values.transpose(1, 0, 2).reshape(count, -1).astype(np.float64), tokens[:count])
         if score is None:
             return None
         scores.append((score, index))

@@ -45,6 +45,7 @@ class VllmOffloadFormat(DumpFormat):
     options: ClassVar[Mapping[str, Option]] = {
         "layout": Option("order within a block, where the configuration does not say it", tuple(LAYOUTS)),
         "heads": Option("KV heads of a layer", writes=False),
+        "dim": Option("elements of a head, where padding hides them", writes=False),
         "hash": Option("hash of the prefix cache (prefix_caching_hash_algo)", ALGORITHMS),
         "seed": Option("PYTHONHASHSEED of the engine, where it was set"),
         "block": Option("tokens of a block, 16 by default", reads=False),
@@ -106,7 +107,11 @@ class VllmOffloadFormat(DumpFormat):
         size = next(iter(files.values())).stat().st_size
         # Padding is less than a page, and head dimensions are multiples of 8.
         dims = [dim for dim in range(8, size // per + 1, 8) if dim * per <= size < dim * per + _PAD]
-        if len(dims) != 1:
+        if "dim" in self.chosen:
+            dims = [dim for dim in dims if dim == whole_option(self.chosen, "dim")]
+        if len(dims) > 1:
+            whole_option({}, "dim")
+        if not dims:
             raise DumpError(f"chunks of {size} bytes are not those of {config.layers} layers, {heads} heads and "
                             f"{config.block * config.blocks} tokens in {config.dtype}", path)  # fmt: skip
         base.check_dims(0, heads, dims[0], dims[0])
