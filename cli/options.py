@@ -93,6 +93,9 @@ def budget_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """``--library-budget``, which says something else to each command."""
     return click.option("--library-budget", type=click.IntRange(min=0), metavar="BYTES", help=help_text)
 
+# Where the value of --layout waits for --from-option.
+_LAYOUT = "pltpack.layout"
+
 
 class Setting(click.ParamType):
     """``NAME=VALUE`` as a pair."""
@@ -114,7 +117,14 @@ def _settings(context: click.Context, parameter: click.Parameter, pairs: tuple[t
     for name, value in pairs:
         if found.setdefault(name, value) != value:
             raise click.BadParameter(f"{name!r} is given twice", context, parameter)
+    layout = context.meta.get(_LAYOUT) if parameter.name == "from_options" else None
+    if layout is not None and found.setdefault("layout", layout) != layout:
+        raise click.BadParameter("'layout' is given twice", context, parameter)
     return found
+
+
+def _layout(context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+    context.meta[_LAYOUT] = value
 
 
 def write_options(command: Decorated) -> Decorated:
@@ -127,7 +137,7 @@ def write_options(command: Decorated) -> Decorated:
 
 
 def dump_options(command: Decorated) -> Decorated:
-    """How dumps are read: ``--from``, ``--from-option``, ``--tokens``, ``--model`` and ``--identity``."""
+    """How dumps are read: ``--from``, ``--layout``, ``--from-option``, ``--tokens``, ``--model`` and ``--identity``."""
     command = click.option("--identity", "known", type=PATH, metavar="FILE",
                            help="The same out of a dump, or a JSON file with an identity.")(command)  # fmt: skip
     command = click.option("--model", "model", type=PATH, metavar="MODEL",
@@ -135,6 +145,8 @@ def dump_options(command: Decorated) -> Decorated:
                            "what they do not record, and must agree with what they do.")(command)  # fmt: skip
     command = click.option("--from-option", "from_options", type=Setting(), multiple=True, callback=_settings,
                            help="A setting of the dumps' format; may be repeated.")(command)  # fmt: skip
+    command = click.option("--layout", expose_value=False, is_eager=True, callback=_layout, metavar="NAME",
+                           help="Layout of the dumps, where they do not record it: --from-option layout=NAME.")(command)
     command = click.option("--tokens", type=PATH, metavar="FILE",
                            help="JSON file of token ids, for dumps that hold none.")(command)  # fmt: skip
     return click.option("--from", "format_", type=FORMAT,

@@ -299,6 +299,9 @@ class RawFormat(DumpFormat):
         return [path]
 
 
+STORES = ["vllm-example", "vllm-offload", "lmcache", "sglang-hicache"]
+
+
 def test_formats_of_third_parties(tmp_path, monkeypatch):
     from importlib.metadata import EntryPoint
 
@@ -309,7 +312,7 @@ def test_formats_of_third_parties(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "pltpack.dumps" else [])
     registry._classes.cache_clear()
     try:
-        assert format_names() == ["safetensors", "hdf5", "transformers", "llama.cpp", "mlx", "raw"]
+        assert format_names() == ["safetensors", "hdf5", "transformers", "llama.cpp", "mlx", *STORES, "raw"]
         assert type(dump_format("hdf5")).__name__ == "Hdf5Format"
         write_dump(make("abc"), tmp_path / "abc.raw", "raw")
         (tmp_path / "tokens.json").write_text("[1,2,3,4,5]")

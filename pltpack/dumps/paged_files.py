@@ -176,7 +176,7 @@ def sessions_in(
                         "digests of their tokens (are page size and hash those of the engine?)", folder)  # fmt: skip
     if len(reached) < len(pages) and not partly:
         raise DumpError(f"{len(pages) - len(reached)} of {len(pages)} pages belong to none of {lists} token lists "
-                        "(leave them out with the option partly=yes)", folder)  # fmt: skip
+                        "(leave them out: --from-option partly=yes)", folder)  # fmt: skip
 
 
 def snapshot_of(found: Found, layout: PageLayout, folder: Path, identity: Identity) -> Snapshot:
@@ -260,7 +260,7 @@ def whole_option(chosen: Mapping[str, str], name: str, default: int | None = Non
     if text is None:
         if default is not None:
             return default
-        raise UnsupportedError(f"what this store does not record has to be said: give the option {name}=N")
+        raise UnsupportedError(f"what this store does not record has to be said: --from-option {name}=N")
     if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text)):
         raise UnsupportedError(f"option {name!r} is {text!r}, not a positive integer")
     return int(text)

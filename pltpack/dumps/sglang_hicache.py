@@ -93,7 +93,7 @@ class SglangHiCacheFormat(DumpFormat):
     def _geometry(self, file: Path, page: int) -> tuple[LayerGeometry, int]:
         layers, heads = whole_option(self.chosen, "layers"), whole_option(self.chosen, "heads")
         if "dtype" not in self.chosen:
-            raise UnsupportedError("what this store does not record has to be said: give the option dtype=NAME", file)
+            raise UnsupportedError("what this store does not record has to be said: --from-option dtype=NAME", file)
         dtype = self.chosen["dtype"]
         dim, rest = divmod(file.stat().st_size, 2 * layers * page * heads * DTYPES[dtype].itemsize)
         if rest or not dim:

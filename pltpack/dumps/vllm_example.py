@@ -109,8 +109,9 @@ class VllmExampleFormat(DumpFormat):
         if told is None or name not in (None, told.name):
             raise UnsupportedError(
                 "its layout is not recorded and cannot be told from so few repeated tokens: say --layout plain "
-                f"(written on a GPU), {VEC} or {AMX} (on a CPU without or with AMX, with block=TOKENS)", file.path
-            )  # fmt: skip
+                f"(written on a GPU), {VEC} or {AMX} (on a CPU without or with AMX) and --from-option block=TOKENS",
+                file.path,
+            )
         return told
 
     def _whole(self, name: str, default: int | None = None) -> int:
@@ -118,7 +119,7 @@ class VllmExampleFormat(DumpFormat):
         if text is None and default is not None:
             return default
         if text is None:
-            raise UnsupportedError(f"the layout does not record {name}: give the option {name}=N")
+            raise UnsupportedError(f"the layout does not record {name}: say --from-option {name}=N")
         if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= base.MAX_DIM:
             raise UnsupportedError(f"option {name!r} is {text!r}, not a positive integer")
         return int(text[:9])
