@@ -125,7 +125,12 @@ def test_tenants_never_share(tmp_path):
     pltpack.append(tmp_path / "a", [session("six", [*passage(6, 7), *a], salt="x")])
     with pltpack.open(tmp_path / "a") as archive:
         assert len(archive.shard("five").runs) == 2
-        assert len(archive.shard("six").runs) == 0, "only what is in the library predicts"
+        assert len(archive.shard("six").runs) == 1, "its own tenant's earlier session predicts it"
+        for name in ("one", "four", "six"):
+            row = archive.shard(name).runs[0]
+            library = archive.shard(name).libraries[row["library"]]
+            assert library.salts[library.nodes[row["node"]]["tenant"]] == "x"
+        assert len(archive.shard("three").runs) == 0
 
 
 def test_a_prefix_that_ends_within_a_block_is_shared(tmp_path):

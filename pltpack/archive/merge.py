@@ -123,7 +123,7 @@ class Merger:
             for library, index in used:
                 old = library.nodes[index].copy()
                 records = library.units_of(index).copy()
-                _copy(container, [(library, record) for record in records], progress)
+                copy_units(container, [(library, record) for record in records], progress)
                 records["node"] = len(nodes)
                 records["state"] = [self._state(library, int(s)) for s in records["state"]]
                 parent = parent_of(self._archive, (self._number[id(library)], index))
@@ -169,7 +169,7 @@ class Merger:
         metadata |= kept_metadata(shard)
         container = ContainerWriter(path, header_reserve(metadata))
         try:
-            _copy(container, stored, progress)
+            copy_units(container, stored, progress)
             units["offset"] = [record["offset"] for _, record in stored]
             units["state"] = np.searchsorted(states, units["state"])
             runs = shard.runs[~self._gone(shard)]
@@ -232,11 +232,12 @@ def _grouped(units: np.ndarray) -> bool:
     return bool((units["layer_count"] != 1).any())
 
 
-def _copy(
-    container: ContainerWriter, units: Sequence[tuple[Segment, np.void]], progress: Callable[[int], None]
+def copy_units(
+    container: ContainerWriter, units: Sequence[tuple[Segment, np.void]], progress: Callable[[int], None] | None = None
 ) -> None:
     """Append units' payloads in order; their records get the new offsets."""
     for segment, record in units:
         payload = segment.checked_payload(record)
         record["offset"] = container.append(payload)
-        progress(len(payload))
+        if progress is not None:
+            progress(len(payload))

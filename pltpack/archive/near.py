@@ -37,6 +37,47 @@ from pltpack.trie.matching import Match, find_matches
 CUT_BYTES = 192
 
 
+class Attempt:
+    """Tries matches of new sessions, in any thread.
+
+    Parameters
+    ----------
+    place : CodecPlace
+    prepared : Prepared
+    texts : sequence of Text
+        The last ones are the new sessions.
+    snapshots : sequence of Snapshot
+        The new sessions.
+
+    Attributes
+    ----------
+    node_bytes : int
+        What a node takes besides its units and tokens, and the row and the cuts of the session it comes from.
+    """
+
+    def __init__(
+        self, place: CodecPlace, prepared: Prepared, texts: Sequence[Text], snapshots: Sequence[Snapshot]
+    ) -> None:
+        layers = len(snapshots[0].identity.layers)
+        cuts = 2 * len(place.codec.layer_groups(layers)) * (tables.UNIT.itemsize + CUT_BYTES)
+        self._row_bytes = cuts + tables.RUN.itemsize
+        self.node_bytes = self._row_bytes + tables.NODE.itemsize
+        self._trial, self._texts, self._snapshots = Trial(prepared, layers), texts, snapshots
+
+    def _session(self, match: Match) -> Snapshot:
+        return self._snapshots[match.session - len(self._texts) + len(self._snapshots)]
+
+    def __call__(self, match: Match) -> Candidate:
+        """What a match would save as a prediction."""
+        promise, saved = self._trial(self._session(match), match, self._texts[match.source])
+        return Candidate(match, promise, saved - self._row_bytes)
+
+    def weigh(self, match: Match) -> Candidate:
+        """What a match would save if its values are the source's."""
+        saved = self._trial.plain(self._session(match), match.start, match.length)
+        return Candidate(match, None, saved - self._row_bytes)
+
+
 def add_near(
     sharing: Sharing,
     archive: Archive | None,
@@ -67,14 +108,8 @@ def add_near(
         `sharing` itself if nothing pays.
     """
     texts = _texts(sharing, archive.libraries if archive is not None else [], snapshots)
-    first, layers = len(texts) - len(snapshots), len(snapshots[0].identity.layers)
-    cut = len(place.codec.layer_groups(layers)) * (tables.UNIT.itemsize + CUT_BYTES)
-    trial = Trial(prepared, layers)
-
-    def attempt(match: Match) -> Candidate:
-        promise, saved = trial(snapshots[match.session - first], match, texts[match.source])
-        return Candidate(match, promise, saved - 2 * cut - tables.RUN.itemsize)
-
+    first = len(texts) - len(snapshots)
+    attempt = Attempt(place, prepared, texts, snapshots)
     # Matches of one source follow each other, so that it is decoded once.
     found = _matches(texts, snapshots, settings, place.codec) if place.codec.predicts else []
     matches = sorted(found, key=lambda match: (match.source, match.source_start))
@@ -90,14 +125,12 @@ def add_near(
             return Candidate(match, None, 0.0)
         if source.snapshot is not None and not _same_values(snapshot, source.snapshot, match.start, match.length):
             return Candidate(match, None, 0.0)
-        saved = trial.plain(snapshot, match.start, match.length)
-        return Candidate(match, None, saved - 2 * cut - tables.RUN.itemsize)
+        return attempt.weigh(match)
 
     tails = fitting(find_tails(archive, sharing, snapshots, texts), [candidate.match for candidate in tried])
     tried += [candidate for candidate in in_order(weigh, tails, pool) if candidate.gain > 0]
-    fixed = 0 if place.library is None or sharing.nodes else _segment_bytes(place)
-    node_bytes = 2 * cut + tables.NODE.itemsize + tables.RUN.itemsize
-    kept = worth(tried, range(first, len(texts)), node_bytes, fixed)
+    fixed = 0 if place.library is None or sharing.nodes else segment_bytes(place)
+    kept = worth(tried, range(first, len(texts)), attempt.node_bytes, fixed)
     if not kept:
         return sharing
     shared = promote(sharing, texts, snapshots, kept)
@@ -127,15 +160,20 @@ def _steps(prepared: Prepared, snapshot: Snapshot) -> np.ndarray:
     return codec.token_steps
 
 
-def _texts(sharing: Sharing, libraries: Sequence[Library], snapshots: Sequence[Snapshot]) -> list[Text]:
-    """Nodes of the library, those to be written, and the new sessions."""
+def library_texts(libraries: Sequence[Library]) -> list[Text]:
+    """Nodes of the library: of those with equal tokens the newest predicts, as it may be the mean of the others."""
     texts = []
-    # Of nodes with equal tokens the newest predicts: it may be the mean of what the others served.
     for library in reversed(libraries):
         for index, node in enumerate(library.nodes):
             offset = int(node["token_offset"])
             tokens, salt = library.tokens[offset : offset + int(node["length"])], library.salts[node["tenant"]]
             texts.append(Text(tokens, salt, library.identity, int(node["position"]), library=library, node=index))
+    return texts
+
+
+def _texts(sharing: Sharing, libraries: Sequence[Library], snapshots: Sequence[Snapshot]) -> list[Text]:
+    """Nodes of the library, those to be written, and the new sessions."""
+    texts = library_texts(libraries)
     for index, new in enumerate(sharing.nodes):
         tokens, of = new.owner.tokens[new.position : new.stop], new.owner.identity
         texts.append(Text(tokens, of.salt, of, new.position, node=index, snapshot=new.owner, cut=new.stop))
@@ -150,12 +188,30 @@ def _matches(
     texts: Sequence[Text], snapshots: Sequence[Snapshot], settings: Settings, codec: Codec
 ) -> list[Match]:
     first, own_from = len(texts) - len(snapshots), [text.own_from for text in texts]
+    found = _token_matches(texts, snapshots, settings, codec)
+    similar = similar_matches(snapshots, own_from[first:], found, first, settings.window, settings.tau)
+    return _possible([*(match for each in found for match in each), *similar], texts)
+
+
+def token_matches(
+    texts: Sequence[Text], snapshots: Sequence[Snapshot], settings: Settings, codec: Codec
+) -> list[Match]:
+    """Runs of the new sessions, the last texts, whose tokens come again in a text that a codec may predict from."""
+    found = _token_matches(texts, snapshots, settings, codec)
+    return _possible([match for each in found for match in each], texts)
+
+
+def _token_matches(
+    texts: Sequence[Text], snapshots: Sequence[Snapshot], settings: Settings, codec: Codec
+) -> list[list[Match]]:
     groups = [text.salt if _serves(text, codec) else object() for text in texts]
-    found = find_matches([text.tokens for text in texts], groups, range(first, len(texts)), own_from,
-                         window=settings.window)  # fmt: skip
-    matches = [match for each in found for match in each]
-    matches += similar_matches(snapshots, own_from[first:], found, first, settings.window, settings.tau)
-    if movable(texts[first].identity):
+    return find_matches([text.tokens for text in texts], groups, range(len(texts) - len(snapshots), len(texts)),
+                        [text.own_from for text in texts], window=settings.window)  # fmt: skip
+
+
+def _possible(matches: list[Match], texts: Sequence[Text]) -> list[Match]:
+    """Matches that keys can be moved for, if need be."""
+    if movable(texts[-1].identity):
         return matches
     return [match for match in matches if texts[match.source].position + match.source_start == match.start]
 
@@ -175,7 +231,7 @@ def _same_values(a: Snapshot, b: Snapshot, start: int, count: int) -> bool:
     return all(token_error(mine, others) <= KERNEL_NOISE for mine, others in pairs)
 
 
-def _segment_bytes(place: CodecPlace) -> int:
+def segment_bytes(place: CodecPlace) -> int:
     """What a library segment takes that holds a copy of the state and no units."""
     assert place.library is not None
     about = container_metadata("library", place.library.identity)

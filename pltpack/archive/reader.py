@@ -152,6 +152,10 @@ class Archive:
                     return library.state(state)
         return profiles.find(digest, self._profile, self.path)[1]
 
+    def at(self, manifest: Manifest) -> Archive:
+        """Another reader of the same folder, for a generation that is written but not committed."""
+        return Archive(self.path, profile=self._profile, manifest=manifest)
+
     def follow(self, generation: int, error: GoneError) -> None:
         """Go on in a newer generation than `generation`, or raise `error` if there is none."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
         ``quality``, ``sessions``, ``tokens``, ``raw_bytes`` (keys and values as dumped), ``elements``,
         ``archive_bytes`` (manifest, library and shards), ``library_bytes``, ``shard_bytes``,
         ``profile_bytes`` (profiles in the library, as stored), the four figures (`pltpack.archive.figures.Figures`),
-        ``bits_per_element`` (everything counted), ``shared_tokens``,
+        ``bits_per_element`` (everything counted), ``shared_tokens`` (mapped, to what others use, too),
         ``predicted_tokens`` (mapped, but held again by units of the session's own, which the mapping makes small),
         ``saved_bytes`` (about what mapped tokens would take besides, if they cost what the library's copy costs).
     """
@@ -49,7 +50,7 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
     )
     shards = [archive.shard(name) for name in archive.sessions]
     predicted = sum(predicted_tokens(shard) for shard in shards)
-    shared = sum(shard.mapped_tokens for shard in shards) - predicted
+    shared = sum(shard.mapped_tokens for shard in shards) - predicted - _alone(shards)
     held = sum(int(library.units["length"].sum()) for library in archive.libraries)
     return {
         "quality": manifest.quality, "sessions": len(manifest.sessions), "tokens": tokens, "raw_bytes": raw,
@@ -59,6 +60,19 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
         "bits_per_element": 8 * size / elements if elements else 0.0, "shared_tokens": shared,
         "predicted_tokens": predicted, "saved_bytes": sum(map(_saved_bytes, shards)) - held,
     }  # fmt: skip
+
+
+def _alone(shards: Sequence[Shard]) -> int:
+    """Tokens of library nodes that one row only uses: units are whole, what was moved with shared tokens is not."""
+    used: dict[tuple[int, int], np.ndarray] = {}
+    for shard in shards:
+        for row in shard.runs:
+            library, node = shard.libraries[row["library"]], int(row["node"])
+            key = id(library), node
+            if key not in used:
+                used[key] = np.zeros(int(library.nodes[node]["length"]), np.uint32)
+            used[key][int(row["node_start"]) : int(row["node_start"]) + int(row["length"])] += 1
+    return sum(int((counts == 1).sum()) for counts in used.values())
 
 
 def predicted_tokens(shard: Shard) -> int:

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pltpack.archive.decoding import decode_layers
 from pltpack.archive.encoding import Promise
 from pltpack.archive.library import Library
 from pltpack.archive.mapped import move_keys, reference_values
 from pltpack.archive.prepared import Prepared
 from pltpack.archive.segments import fresh
+from pltpack.archive.shard import Shard
 from pltpack.codec.base import Codec, KeyValue, Unit
 from pltpack.format import tables
 from pltpack.snapshot import Identity, Snapshot
@@ -49,6 +51,8 @@ class Text:
         Whose values they are, where they are not written yet.
     cut : int
         Where that session may be cut, for the codec.
+    shard : Shard or None
+        An earlier session's, whose own units they are; `position` is where it has them.
     """
 
     tokens: np.ndarray
@@ -60,6 +64,7 @@ class Text:
     node: int | None = None
     snapshot: Snapshot | None = None
     cut: int = 0
+    shard: Shard | None = None
 
 
 class Trial:
@@ -153,6 +158,8 @@ class Trial:
         return found
 
     def _decode(self, source: Text, layers: range, start: int, count: int) -> list[KeyValue]:
+        if source.shard is not None:
+            return decode_layers(source.shard, layers, start, start + count)
         if source.library is not None:
             row = np.array([(start, count, 0, source.node, start - source.position, 0)], tables.RUN)
             return reference_values(row, [source.library], layers, start, start + count)

@@ -23,6 +23,7 @@ from pltpack.archive.library import Library
 from pltpack.archive.near import add_near
 from pltpack.archive.places import Places, keeps
 from pltpack.archive.prepared import Prepared
+from pltpack.archive.publish import published, remove_replaced
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segment_writer import Output, write_library
@@ -100,6 +101,14 @@ class GenerationWriter:
         identity = self.check(snapshots)
         if self._archive is None:
             (self._folder / SHARDS).mkdir()
+            return self._attempts(snapshots, identity)
+        with published(self._archive, snapshots, self._settings) as base:
+            before, self._archive, self._libraries = self._archive.manifest, base, list(base.libraries)
+            manifest = self._attempts(snapshots, identity)
+        remove_replaced(self._folder, before, manifest)
+        return manifest
+
+    def _attempts(self, snapshots: Sequence[Snapshot], identity: Identity) -> Manifest:
         for tries in range(_TRIES):
             # Predictions make sessions smaller than steps were chosen for: then these are to be finer.
             self._unused = UNUSED if tries < _TRIES - 2 else 1.0
