@@ -152,7 +152,9 @@ def run(kills: int, seed: int, count: int, tokens: int, folder: Path) -> dict[st
     first, second = SNAPSHOTS[:half], SNAPSHOTS[half:]
     all_names, first_names = {s.session for s in SNAPSHOTS}, {s.session for s in first}
     base, both, exported = folder / "base", folder / "both", folder / "last.pltsession"
+    alone = folder / "alone"
     pltpack.compress(first, base, quality="lossless")
+    pltpack.compress(first[:1], alone, quality="lossless")
     pltpack.compress(first, both, quality="lossless")
     pltpack.append(both, second)
     pltpack.export_session(both, second[-1].session, exported)
@@ -160,6 +162,9 @@ def run(kills: int, seed: int, count: int, tokens: int, folder: Path) -> dict[st
     scenarios = [
         Scenario("compress", None, lambda a: pltpack.compress(SNAPSHOTS, a, quality="lossless"), set(), all_names),
         Scenario("append", base, lambda a: pltpack.append(a, second), first_names, all_names),
+        # The only session's shard is written anew, as the others share its prefix.
+        Scenario("rewrite", alone, lambda a: pltpack.append(a, second), {first[0].session},
+                 {first[0].session, *(s.session for s in second)}),
         Scenario("compact", both, pltpack.compact, all_names, all_names),
         Scenario("import", base, lambda a: pltpack.import_session(a, exported), first_names, imported),
     ]

@@ -6,5 +6,5 @@ from benchmarks import crash
 
 
 def test_killed_writers_leave_the_old_or_the_new_generation(tmp_path):
-    found = crash.run(kills=24, seed=7, count=6, tokens=128, folder=tmp_path)
-    assert sum(sum(counts.values()) for counts in found.values()) == 24
+    found = crash.run(kills=25, seed=7, count=6, tokens=128, folder=tmp_path)
+    assert sum(sum(counts.values()) for counts in found.values()) == 25
