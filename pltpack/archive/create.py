@@ -208,13 +208,20 @@ def _add(
     profile: PathLike | None, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Write and commit a generation; returns the writer's report."""
+    before = _data_files(folder) if archive is not None else set()
+    writer: GenerationWriter | GuardedWriter
     if guard is None:
         writer = GenerationWriter(folder, archive, settings, progress)
-        writer.add(snapshots)
-        return writer.report
-    guarded = GuardedWriter(folder, archive, settings, guard, progress, profile)
-    guarded.add(snapshots)
-    return guarded.report
+    else:
+        writer = GuardedWriter(folder, archive, settings, guard, progress, profile)
+    manifest = writer.add(snapshots)
+    if archive is not None:
+        # Shards that were written anew, and once more by the next try; what a killed run leaves is for `gc`.
+        replaced = {entry.file for entry in archive.manifest.sessions} | (_data_files(folder) - before)
+        for name in replaced - {entry.file for entry in (*manifest.libraries, *manifest.sessions)}:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+    return writer.report
 
 
 def _profile(

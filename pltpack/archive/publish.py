@@ -12,7 +12,6 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
@@ -32,7 +31,6 @@ from pltpack.codec.base import Codec, Unit
 from pltpack.codec.transform import TransformCodec
 from pltpack.errors import PromiseError
 from pltpack.format import tables
-from pltpack.format.manifest import Manifest
 from pltpack.snapshot import Snapshot
 from pltpack.trie.radix import RadixTrie
 
@@ -120,13 +118,6 @@ def published(archive: Archive, snapshots: Sequence[Snapshot], settings: Setting
     else:
         with archive.at(manifest) as base:
             yield base
-
-
-def remove_replaced(folder: Path, before: Manifest, now: Manifest) -> None:
-    """Remove shards that were written anew; what a killed run leaves is for `pltpack.archive.maintain.gc`."""
-    for name in {entry.file for entry in before.sessions} - {entry.file for entry in now.sessions}:
-        with contextlib.suppress(OSError):
-            (folder / name).unlink()
 
 
 def to_publish(

@@ -23,7 +23,7 @@ from pltpack.archive.library import Library
 from pltpack.archive.near import add_near
 from pltpack.archive.places import Places, keeps
 from pltpack.archive.prepared import Prepared
-from pltpack.archive.publish import published, remove_replaced
+from pltpack.archive.publish import published
 from pltpack.archive.reader import Archive
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segment_writer import Output, write_library
@@ -103,10 +103,8 @@ class GenerationWriter:
             (self._folder / SHARDS).mkdir()
             return self._attempts(snapshots, identity)
         with published(self._archive, snapshots, self._settings) as base:
-            before, self._archive, self._libraries = self._archive.manifest, base, list(base.libraries)
-            manifest = self._attempts(snapshots, identity)
-        remove_replaced(self._folder, before, manifest)
-        return manifest
+            self._archive, self._libraries = base, list(base.libraries)
+            return self._attempts(snapshots, identity)
 
     def _attempts(self, snapshots: Sequence[Snapshot], identity: Identity) -> Manifest:
         for tries in range(_TRIES):
