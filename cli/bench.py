@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from pltpack_cli.options import PATH, Span, archive_argument, json_option, profile_option
+from pltpack_cli.live import live_steps
+from pltpack_cli.options import PATH, Span, archive_argument, json_option, profile_option, quiet_option
 from pltpack_cli.output import count, number, plain, print_json, print_rows, size
 
 
@@ -18,14 +19,18 @@ def bench() -> None:
 
 @bench.command(short_help="The trie: what sessions share, time to build and to look up.")
 @archive_argument
+@quiet_option
 @json_option
-def trie(archive: Path, as_json: bool) -> None:
+def trie(archive: Path, quiet: bool, as_json: bool) -> None:
     """Put the tokens of all sessions into a trie, look each up, and find repeats behind exact prefixes."""
     import pltpack
     from pltpack.trie.measure import measure
 
-    with pltpack.open(archive) as opened:
+    with pltpack.open(archive) as opened, live_steps("pltpack bench trie", quiet or as_json) as panel:
+        panel.archive(archive.name, opened.stats())
+        panel.step("read token ids")
         shards = [opened.shard(session) for session in opened.sessions]
+        panel.step("build, look up, match")
         result = measure([shard.tokens for shard in shards], [shard.entry.salt for shard in shards])
     if as_json:
         print_json(result)
@@ -59,10 +64,11 @@ def _print_trie(result: dict[str, Any]) -> None:
               help="Runs of which the median is taken.")  # fmt: skip
 @click.option("--plot", "plot_file", type=PATH, metavar="PNG", help="Write what the stages did when, .png or .svg.")
 @profile_option
+@quiet_option
 @json_option
 def loader(
     archives: tuple[Path, ...], folder: Path, session: str | None, depths: slice, read_speed: float, repeats: int,
-    plot_file: Path | None, profile: Path | None, as_json: bool,
+    plot_file: Path | None, profile: Path | None, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Time how soon a model gives a session's next token: cold, from raw safetensors, and from each ARCHIVE.
 
@@ -85,8 +91,10 @@ def loader(
 
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(pltpack.open(path, profile=profile)) for path in archives]
-        measured = measure(network, opened, session, wanted, repeats, 1e6 * read_speed,
-                           lambda what: click.echo(f"measuring: {plain(what)}", err=True))  # fmt: skip
+        panel = stack.enter_context(live_steps("pltpack bench loader", quiet or as_json))
+        for path, archive in zip(archives, opened, strict=True):
+            panel.archive(path.name, archive.stats())
+        measured = measure(network, opened, session, wanted, repeats, 1e6 * read_speed, panel.step)
     if plot_file is not None:
         gantt(measured.timelines, plot_file)
     if as_json:

@@ -9,6 +9,7 @@ import click
 
 from pltpack_cli.guard import guard_options
 from pltpack_cli.identities import known_identity
+from pltpack_cli.live import live_writing
 from pltpack_cli.options import (
     PATH,
     TIER,
@@ -20,10 +21,10 @@ from pltpack_cli.options import (
     json_option,
     near_options,
     no_dedup_option,
+    quiet_option,
     target_options,
 )  # fmt: skip
 from pltpack_cli.output import print_json, print_stats
-from pltpack_cli.progress import progress_bars
 
 if TYPE_CHECKING:
     from pltpack.archive.guard import Guard
@@ -51,13 +52,14 @@ _admitted = budget_option("Units that may go to the library; those that share mo
 @guard_options
 @dump_options
 @device_option
+@quiet_option
 @json_option
 def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
     target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool,
     window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
     from_options: dict[str, str], model: Path | None, known: Path | None, device: str, guard: Guard | None,
-    as_json: bool,
+    quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
@@ -74,7 +76,7 @@ def compress(
     """
     import pltpack
 
-    with progress_bars() as progress:
+    with live_writing(f"pltpack compress → {output}", quiet or as_json) as progress:
         stats = pltpack.compress(
             dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
             options=from_options, identity=known_identity(model, known),
@@ -101,18 +103,19 @@ def compress(
 @guard_options
 @dump_options
 @device_option
+@quiet_option
 @json_option
 def append(
     archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
     target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
     tau: float, library_budget: int | None, recompute_tokens: int | None, format_: str | None, tokens: Path | None,
     from_options: dict[str, str], model: Path | None, known: Path | None, guard: Guard | None, device: str,
-    as_json: bool,
+    quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
 
-    with progress_bars() as progress:
+    with live_writing(f"pltpack append → {archive}", quiet or as_json) as progress:
         stats = pltpack.append(
             archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_, tokens=tokens,
             options=from_options, identity=known_identity(model, known), profile=profile,

@@ -71,8 +71,9 @@ def program() -> None:
     pltpack decompress archive -o rebuilt    and back
 
     Every command takes --json and then prints exactly one JSON object on standard output; a failure prints
-    {"error": {"type", "message", "path", "exit_code"}} there, beside the line on standard error. Progress bars appear
-    on standard error if it is a terminal.
+    {"error": {"type", "message", "path", "exit_code"}} there, beside the line on standard error. Progress appears
+    on standard error if it is a terminal and CI is not set; live panels of compress, append and bench not with --json
+    or --quiet either.
 
     \b
     Exit codes:

@@ -71,6 +71,7 @@ device_option = click.option(
     "--device", default="cpu", show_default=True, metavar="cpu|cuda[:N]|auto",
     help="Where units are encoded and decoded; auto: on a CUDA device if there is one.",
 )  # fmt: skip
+quiet_option = click.option("--quiet", is_flag=True, help="Show nothing while it runs.")
 profile_option = click.option(
     "--profile", type=PATH, metavar="FILE", help="The profile of an archive that refers to one outside it."
 )

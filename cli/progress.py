@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pltpack_cli.output import short_size
+from pltpack_cli.terminal import console, is_watched
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -18,7 +18,7 @@ ProgressCall = Callable[[str, int, int], None]
 @contextlib.contextmanager
 def progress_bars() -> Iterator[ProgressCall | None]:
     """Give the ``progress(stage, done, total)`` callable for one job, in bytes; None where nobody watches."""
-    if not sys.stderr.isatty():
+    if not is_watched():
         yield None
         return
     bars = _display()
@@ -41,7 +41,6 @@ def progress_bars() -> Iterator[ProgressCall | None]:
 
 
 def _display() -> Progress:
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -63,5 +62,5 @@ def _display() -> Progress:
 
     return Progress(
         TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True), RateColumn(),
-        TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), console=Console(stderr=True),
+        TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), console=console(),
     )  # fmt: skip

@@ -197,11 +197,10 @@ class TestProgram:
         assert stderr == b""
         assert json.loads(stdout)["sessions"] == 3
 
-    def test_progress_on_a_terminal(self, dumps: Path, tmp_path: Path) -> None:
+    def test_progress_on_a_terminal(self, archive: Path) -> None:
         terminal, stderr = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-        process = start("compress", dumps, "-o", tmp_path / "a", "--quality", "lossless", "--json", stderr=stderr,
-                        env=environment)  # fmt: skip
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "CI": ""}
+        process = start("verify", archive, "--json", stderr=stderr, env=environment)
         os.close(stderr)
         shown = b""
         try:
@@ -213,7 +212,7 @@ class TestProgram:
         os.close(terminal)
         assert process.returncode == 0
         assert json.loads(stdout)["sessions"] == 3
-        assert b"encode" in shown
+        assert b"verify" in shown
         assert b"eta" in shown
         assert b"KiB" in shown
 

@@ -119,7 +119,8 @@ def compress(
         Where units are encoded: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for CUDA where there is a device. Bytes of
         all but the calibrated tiers are the same everywhere.
     progress : callable, optional
-        ``progress(stage, done, total)`` in raw bytes.
+        ``progress(stage, done, total)`` in raw bytes; one that is a `pltpack.archive.tally.Watcher` also learns what
+        was written.
 
     Returns
     -------

@@ -31,6 +31,7 @@ from pltpack.archive.segments import dumps_json
 from pltpack.archive.settings import TOLERANCE, UNUSED, MissedError, Settings, Volume
 from pltpack.archive.sharing import Role, Sharing, prefix_end, run_records, share
 from pltpack.archive.sink import Sink
+from pltpack.archive.tally import Tally
 from pltpack.archive.upkeep import renewals, with_renewals
 from pltpack.archive.volume import expected
 from pltpack.codec.base import Codec
@@ -218,6 +219,8 @@ class GenerationWriter:
         written: dict[UnitWriter, Callable[[], Future[ContainerInfo]]] = {}
         places: list[Path] = []
         infos: list[Future[ContainerInfo]] = []
+        tally = Tally(self._progress, snapshots, sharing, self._bytes)
+        tally.tell(infos)
 
         def shards() -> Iterator[tuple[UnitWriter, Iterable[UnitJob]]]:
             for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
@@ -228,11 +231,16 @@ class GenerationWriter:
                 written[writer] = commit
                 yield writer, jobs
 
-        write_all(shards(), output.pool, self._advance, lambda writer: infos.append(written.pop(writer)()))
+        def finished(writer: UnitWriter) -> None:
+            infos.append(written.pop(writer)())
+            tally.tell(infos)
+
+        write_all(shards(), output.pool, self._advance, finished)
         # In the order of writing, so that the first error is the one that is told.
         self._sink.finish()
         self._payload += sum(info.result().payload_bytes for info in infos)
         self._bytes += sum(info.result().size for info in infos)
+        tally.tell(infos)
         return [
             session_entry(path, info.result(), snapshot.session, len(snapshot), snapshot.identity.salt)
             for snapshot, path, info in zip(snapshots, places, infos, strict=True)

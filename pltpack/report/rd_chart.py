@@ -34,22 +34,22 @@ def rd_chart(points: Sequence[Point], own: Point | None) -> Markup:
     x = _Axis(min(bits) / 1.35, max(bits) * 1.35, _LEFT, _RIGHT)
     plot = _HEIGHT if lossy else 24
     strip = _STRIP if exact else 0
-    parts = []
+    parts = [_text("0", 12, "↑ KL divergence, nats per token", "axis-title", "start")] if lossy else []
     if lossy:
         kls = [point.total["kl"] for point in lossy]
-        y = _Axis(min(kls) / 1.8, max(kls) * 1.8, plot - 8, 14)
-        parts += _grid(x, y, plot, strip)
+        y = _Axis(min(kls) / 1.8, max(kls) * 1.8, plot - 8, 30)
+        parts += _grid(x, y, plot)
         parts += _curves(lossy, own, x, y)
     bottom = plot + strip
     for at in x.ticks():
         parts.append(_line(x.at(at), plot if lossy else 8, x.at(at), bottom, "grid"))
         parts.append(_text(f"{x.at(at):.2f}%", bottom + 18, f"{at:g}", "tick", "middle"))
     if exact:
-        parts.append(_line(_LEFT, plot, _RIGHT, plot, "axis"))
-        parts.append(_text(f"{_LEFT - 1:.1f}%", plot + strip / 2 + 4, "exact", "tick", "end"))
+        parts.append(_line(0, plot, _RIGHT, plot, "axis"))
+        parts.append(_text("0", plot + strip / 2 + 4, "exact", "tick", "start"))
         for point in exact:
             parts += _point(point, own, x.at(point.bits or 1), plot + strip / 2, 0, label=_is(point, own))
-    parts.append(_line(_LEFT, bottom, _RIGHT, bottom, "axis"))
+    parts.append(_line(0, bottom, _RIGHT, bottom, "axis"))
     parts.append(_text(f"{_RIGHT:.1f}%", bottom + 38, "bits per element, profiles left out →", "axis-title", "end"))
     return element("svg", *parts, class_="rd", width="100%", height=bottom + _BOTTOM, role="img",
                    aria_label="KL divergence against bits per element: lower and further left is better")  # fmt: skip
@@ -75,14 +75,12 @@ class _Axis:
         return found
 
 
-def _grid(x: _Axis, y: _Axis, plot: int, strip: int) -> list[Markup]:
-    parts = [_line(x.at(at), 8, x.at(at), plot, "grid") for at in x.ticks()]
+def _grid(x: _Axis, y: _Axis, plot: int) -> list[Markup]:
+    parts = [_line(x.at(at), 24, x.at(at), plot, "grid") for at in x.ticks()]
     for at in y.ticks():
-        parts.append(_line(_LEFT, y.at(at), _RIGHT, y.at(at), "grid"))
-        parts.append(_text(f"{_LEFT - 1:.1f}%", y.at(at) + 4, f"{at:g}", "tick", "end"))
-    parts.append(_text("0", 12, "KL, nats per token", "axis-title", "start"))
-    if not strip:
-        parts.append(_line(_LEFT, plot, _RIGHT, plot, "axis"))
+        # Labels on the lines need no room beside them, which a phone does not have.
+        parts.append(_line(0, y.at(at), _RIGHT, y.at(at), "grid"))
+        parts.append(_text("0", y.at(at) - 4, f"{at:g}", "tick", "start"))
     return parts
 
 
