@@ -219,7 +219,8 @@ class GenerationWriter:
         written: dict[UnitWriter, Callable[[], Future[ContainerInfo]]] = {}
         places: list[Path] = []
         infos: list[Future[ContainerInfo]] = []
-        tally = Tally(self._progress, snapshots, sharing, self._bytes)
+        library_bytes = self._opened.entry.bytes if self._opened else 0
+        tally = Tally(self._progress, snapshots, sharing, library_bytes)
         tally.tell(infos)
 
         def shards() -> Iterator[tuple[UnitWriter, Iterable[UnitJob]]]:
