@@ -85,8 +85,8 @@ def session_table(
 def _session(one: Mapping[str, Any], own: Point | None, tiers: Mapping[tuple[str, str], str]) -> list[Cell]:
     tokens = one["tokens"]
     scored = own.sessions.get(one["session"]) if own else None
-    kl = scored["kl"] if scored else one["kl"]
-    change = scored["ppl_change_pct"] if scored else one["ppl_change_pct"]
+    measured = one if one["kl"] is not None or scored is None else scored
+    kl, change = measured["kl"], measured["ppl_change_pct"]
     ratio = one["raw_bytes"] / one["bytes"] if one["bytes"] else 0.0
     guard = one["guard"]
     found = tiers.get(configured(one["codec"], one["config"]), one["codec"] or "shared")
