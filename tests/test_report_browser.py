@@ -136,7 +136,7 @@ def test_tips_show_names_as_text(view: Callable[..., View]) -> None:
     seen = view()
     seen.page.locator(".map-names span").first.hover()
     tip = seen.page.locator("#tip")
-    assert tip.is_visible()
+    tip.wait_for(state="visible", timeout=5000)
     assert "<script>window.pwned=1</script>" in tip.inner_text()
     assert seen.page.evaluate("window.pwned") is None
     assert seen.messages == []

@@ -8,17 +8,27 @@
     tip.style.left = Math.max(8, left) + "px";
     tip.style.top = (above < 8 ? y + 18 : above) + "px";
   };
+  let at = [0, 0];
+  let over = null;
   const show = (event) => {
     const target = event.target.closest ? event.target.closest("[data-tip]") : null;
+    over = target;
+    at = [event.clientX, event.clientY];
     tip.hidden = !target;
     if (!target) return;
     tip.textContent = target.dataset.tip;
     place(event.clientX, event.clientY);
   };
   document.addEventListener("pointerover", show);
-  document.addEventListener("pointermove", (event) => { if (!tip.hidden) place(event.clientX, event.clientY); });
+  document.addEventListener("pointermove", (event) => {
+    at = [event.clientX, event.clientY];
+    if (!tip.hidden) place(...at);
+  });
   document.addEventListener("pointerdown", show);
-  document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
+  document.addEventListener("scroll", () => {
+    const below = document.elementFromPoint(...at);
+    if (!over || !below || below.closest("[data-tip]") !== over) tip.hidden = true;
+  }, { passive: true });
 
   const order = new Intl.Collator(undefined, { numeric: true });
   const key = (row, column) => {
