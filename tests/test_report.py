@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cli_common import IDENTITY, done, done_json, run, write_dump, write_dumps
 from profiles_common import IDENTITY as CALIBRATED
-from profiles_common import LAYERS, random_profile, started, unit_of
+from profiles_common import LAYERS, random_profile, save_profile, session, started, unit_of
 
 import pltpack
 from pltpack.archive import head_errors
@@ -319,3 +319,18 @@ class TestMarkup:
         assert step >= 1
         assert longest // step <= 5
         assert str(step).strip("0") in {"1", "2", "5"}
+
+
+def test_tiers_of_one_profile_are_predicted_together(tmp_path: Path) -> None:
+    ids = np.random.default_rng(3).integers(10, 200, 300)
+    profile = save_profile(tmp_path / "toy.safetensors")
+    pltpack.compress([session("a", ids[:100])], tmp_path / "a", profile=profile, quality="small")
+    pltpack.append(tmp_path / "a", [session("b", ids[100:250])], quality="near")
+    with pltpack.open(tmp_path / "a") as opened:
+        both = head_errors.predicted(opened)
+        assert len({id(library.codec(i)) for library in opened.libraries for i in range(len(library.states))}) == 2
+    assert both is not None
+    assert [len(heads) for heads in both["keys"]] == [layer.heads for layer in LAYERS]
+    pltpack.append(tmp_path / "a", [session("c", ids[250:])], quality="q4")
+    with pltpack.open(tmp_path / "a") as opened:
+        assert head_errors.predicted(opened) is None

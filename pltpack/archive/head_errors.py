@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pltpack.archive import profiles
 from pltpack.codec.expected_error import expected_errors, unit_steps
 from pltpack.codec.transform import TransformCodec
 from pltpack.errors import FormatError, IdentityError, NotFoundError
@@ -99,14 +100,20 @@ def predicted(archive: Archive) -> dict[str, Any] | None:
         As `measured` gives it, with ``how`` ``predicted``.
     """
     shards = [archive.shard(name) for name in archive.sessions]
-    codec, counts = None, Counter[int]()
+    codec, counts, digests = None, Counter[int](), dict[int, str]()
     segments: list[Segment] = [*archive.libraries, *shards]
     for segment in segments:
         for record in segment.units:
             found = segment.codec_of(record)
-            if not isinstance(found, TransformCodec) or (codec is not None and found.profile is not codec.profile):
+            if not isinstance(found, TransformCodec):
                 return None
-            codec = found
+            if codec is None or found.profile is not codec.profile:
+                # Each tier of a profile starts it anew.
+                if id(found.profile) not in digests:
+                    digests[id(found.profile)] = profiles.digest(found.profile.arrays)
+                codec = codec or found
+                if digests[id(found.profile)] != digests[id(codec.profile)]:
+                    return None
             # All layer groups of a token have the same step.
             if record["layer"] == 0:
                 counts.update(_steps(segment, record))

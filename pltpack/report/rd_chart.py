@@ -48,7 +48,8 @@ def rd_chart(points: Sequence[Point], own: Point | None) -> Markup:
         parts.append(_line(0, plot, _RIGHT, plot, "axis"))
         parts.append(_text("0", plot + strip / 2 + 4, "exact", "tick", "start"))
         for point in exact:
-            parts += _point(point, own, x.at(point.bits or 1), plot + strip / 2, 0, label=_is(point, own))
+            named = _is(point, own) or len(exact) == 1
+            parts += _point(point, own, x.at(point.bits or 1), plot + strip / 2, _COLOURS - 1, label=named)
     parts.append(_line(0, bottom, _RIGHT, bottom, "axis"))
     parts.append(_text(f"{_RIGHT:.1f}%", bottom + 38, "bits per element, profiles left out →", "axis-title", "end"))
     return element("svg", *parts, class_="rd", width="100%", height=bottom + _BOTTOM, role="img",
@@ -67,7 +68,7 @@ class _Axis:
 
     def ticks(self) -> list[float]:
         found: list[float] = []
-        for factors in ((1,), (1, 3), (1, 2, 5)):
+        for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
             found = [factor * 10.0**power for power in range(-9, 10) for factor in factors
                      if self.low <= factor * 10.0**power <= self.high]  # fmt: skip
             if len(found) >= 3:

@@ -132,7 +132,7 @@ def guard_table(sessions: Sequence[Mapping[str, Any]]) -> Markup | None:
     guarded.sort(key=lambda one: one["guard"]["asked"] == one["guard"]["kept"])
     columns = [Column("session", number=False), Column("asked", number=False), Column("kept", number=False),
                Column("tried", number=False), Column("KL"), Column("perplexity"), Column("scored on", number=False),
-               Column("out of range", number=False)]  # fmt: skip
+               Column("range", number=False, tip="largest magnitudes over what calibration saw")]  # fmt: skip
     return sortable(columns, [_decision(one) for one in guarded[:MOST_SESSIONS]], "Guard decisions")
 
 
@@ -150,8 +150,8 @@ def _decision(one: Mapping[str, Any]) -> list[Cell]:
         Cell(None if change is None else signed(change), change),
         Cell("nothing: predicted" if guard["continuation"] is None else
              f"{guard['continuation']}, {count(last['tokens'], 'token')}"),
-        Cell(", ".join(f"{name} {'not finite' if value is None else f'{value:g}'}"
-                       for name, value in guard["range"].items()) or None),
+        Cell(", ".join(f"{name.replace('_', ' ')} {'not finite' if value is None else f'{value:.3g}'}"
+                       for name, value in guard["range"].items() if value != 0) or None),
     ]  # fmt: skip
 
 
