@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from pltpack.archive.sharing import Role
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ class Written(NamedTuple):
     raw_bytes, stored_bytes : int
         Of those sessions; the new library segment is counted as stored, as soon as the first session is.
     tokens, shared_tokens : int
-        Of all sessions; those whose values come from the library. Known before the first shard is written.
+        Of all sessions; those whose values come from the library, for others to use, too. Known before the
+        first shard is written.
     """
 
     sessions: int
@@ -67,7 +70,7 @@ class Tally:
         self._sessions = self._raw = 0
         self._stored = library_bytes
         self._tokens = sum(map(len, snapshots))
-        self._shared = sum(run.length for runs in sharing.runs for run in runs if run.role is not Role.NEAR)
+        self._shared = _shared(sharing)
 
     def tell(self, infos: Sequence[Future[ContainerInfo]]) -> None:
         """Tell of the shards that are written by now, if they are more than before or none was yet."""
@@ -81,3 +84,16 @@ class Tally:
         if self._sessions > before or not before:
             self._watcher.written(Written(self._sessions, len(self._snapshots), self._raw, self._stored, self._tokens,
                                           self._shared))  # fmt: skip
+
+
+def _shared(sharing: Sharing) -> int:
+    """Tokens that rows take from the library, those of new nodes left out that one row only uses."""
+    uses: dict[int, np.ndarray] = {}
+    total = 0
+    for run in (run for runs in sharing.runs for run in runs):
+        total += run.length if run.role is not Role.NEAR else 0
+        if run.library is None:
+            node = sharing.nodes[run.node]
+            used = uses.setdefault(run.node, np.zeros(node.stop - node.position, np.uint32))
+            used[run.node_start : run.node_start + run.length] += 1
+    return total - sum(int((used == 1).sum()) for used in uses.values())
