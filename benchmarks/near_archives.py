@@ -24,6 +24,7 @@ from pltpack.format import tables
 from pltpack.format.container import ContainerInfo, ContainerWriter
 from pltpack.format.manifest import FileEntry, Manifest
 from pltpack.snapshot import Identity, Snapshot
+from pltpack.store import LocalStore
 
 
 @dataclasses.dataclass
@@ -99,7 +100,7 @@ class Builder:
                            "trie.tokens": np.concatenate(tokens), "codec.state.0": state_format.pack(arrays)},
                           metadata)  # fmt: skip
         self.file = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
-        return Library(self.folder, self.file, self.identity)
+        return Library(LocalStore(self.folder), self.file, self.identity)
 
     def _cut(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Units of chance lengths."""

@@ -12,6 +12,7 @@ from pltpack_cli.identities import known_identity
 from pltpack_cli.live import live_writing
 from pltpack_cli.options import (
     PATH,
+    PLACE,
     TIER,
     archive_argument,
     budget_option,
@@ -36,7 +37,8 @@ _admitted = budget_option("Units that may go to the library; those that share mo
 
 @click.command(short_help="Dumps in, a new archive out.")
 @dumps_argument
-@click.option("-o", "--output", type=PATH, required=True, metavar="ARCHIVE", help="Archive to write; must not exist.")
+@click.option("-o", "--output", type=PLACE, required=True, metavar="ARCHIVE",
+              help="Archive to write, a folder or a URL (s3://BUCKET/NAME); must not exist.")  # fmt: skip
 @click.option("--quality", type=TIER, help="Quality tier, see above. "
               "[default: balanced with a profile, fixed-step if it was made of dumps alone, else q4]")  # fmt: skip
 @click.option("--profile", type=PATH, metavar="FILE",

@@ -14,6 +14,21 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 PATH = click.Path(path_type=Path)
 
+
+class Place(click.Path):
+    """An archive's place: a path, or a URL as it stands."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A `Path`, or a `pltpack.store.Url`."""
+        if isinstance(value, str) and "://" in value:
+            from pltpack.store.location import located
+
+            return located(value)
+        return super().convert(value, param, ctx)
+
+
+PLACE = Place(path_type=Path)
+
 #: Identity fields that a loader may take unknown; the order of ``pltpack.snapshot.Identity``.
 IDENTITY_FIELDS = ("model", "weights", "tokenizer", "quantized", "rope", "keys", "layers", "tp_rank", "tp_size",
                    "salt")  # fmt: skip
@@ -64,7 +79,7 @@ def _formats() -> list[str]:
 TIER = Name("TIER", _tiers)
 FORMAT = Name("FORMAT", _formats)
 
-archive_argument = click.argument("archive", type=PATH)
+archive_argument = click.argument("archive", type=PLACE)
 dumps_argument = click.argument("dumps", metavar="DUMP...", type=PATH, nargs=-1, required=True)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 device_option = click.option(

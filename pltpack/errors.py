@@ -66,3 +66,7 @@ class PromiseError(PltpackError):
     """A quality or size target could not be kept."""
 
     exit_code = 3
+
+
+class StoreError(PltpackError):
+    """An object store refused, failed, or did not answer before the deadline."""

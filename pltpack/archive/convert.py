@@ -104,8 +104,8 @@ def convert(
         Naming the field in which the caches do not fit `target`.
     DumpError, FormatError, UnsupportedError, NotFoundError, ConflictError
     """
-    from pltpack.archive.create import named_after, workplace
     from pltpack.archive.extract import decompress
+    from pltpack.store.folders import named_after, workplace
 
     if (Path(source) / NAME).is_file():
         return decompress(source, out, to=to, options=to_options, target=target, sessions=sessions,

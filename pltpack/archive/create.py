@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
-import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +25,9 @@ from pltpack.codec.profile import Profile
 from pltpack.codec.rate import predicts_kl
 from pltpack.dumps import open_dumps
 from pltpack.dumps.quantized import as_values
-from pltpack.errors import ConflictError, DumpError, FormatError, PltpackError, UnsupportedError
-from pltpack.format import durable
-from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest
+from pltpack.errors import DumpError, UnsupportedError
 from pltpack.snapshot import Identity, Snapshot
+from pltpack.store import Store, Writing, open_store
 
 #: Tier without a profile, with one, and with one that predicts no KL divergence.
 DEFAULT_QUALITY = "q4"
@@ -41,9 +36,6 @@ DEFAULT_UNMEASURED = "fixed-step"
 
 #: Fields in which a profile and the sessions must agree where both know them.
 PROFILE_FIELDS = ("weights", "tokenizer", "rope", "keys", "tp_rank", "tp_size")
-
-# A folder gets its lock within milliseconds of being made.
-_MAKING_SECONDS = 3600
 
 PathLike = str | os.PathLike[str]
 
@@ -54,7 +46,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 def compress(
     dumps: Sequence[PathLike | Snapshot],
-    out: PathLike,
+    out: PathLike | Store,
     *,
     quality: str | None = None,
     dedup: bool = True,
@@ -80,8 +72,8 @@ def compress(
     ----------
     dumps : sequence of path-like or Snapshot
         Files, folders of files, or snapshots in memory.
-    out : path-like
-        Archive folder to make; must not exist, or be an empty folder.
+    out : path-like or Store
+        Archive to make, a folder or a URL (`pltpack.store.open_store`); must not exist, or be an empty folder.
     quality : str, optional
         Tier, ``balanced`` by default with a profile (``fixed-step`` if it was made without a model) and ``q4`` without;
         see `pltpack.codec.registry.TIERS`.
@@ -141,18 +133,19 @@ def compress(
     settings = Settings(chosen, dedup, block, arrays, external_profile is not None, target or Target(), near, window,
                         tau, library_budget=library_budget, backend=backend_of(device))  # fmt: skip
     settings.check()
-    place = new_target(out)
+    store = open_store(out)
+    store.check_new()
     integers = registry.tier(chosen).exact
     snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
     _check_profile(of, snapshots[0])
-    with new_archive(place) as folder:
-        report = _add(folder, None, settings, snapshots, guard, external_profile, progress or quiet)
-    with Archive(place, profile=external_profile) as archive:
+    with store.creating() as writing:
+        report = _add(writing, None, settings, snapshots, guard, external_profile, progress or quiet)
+    with Archive(store, profile=external_profile) as archive:
         return {**archive.stats(), **report}
 
 
 def append(
-    archive: PathLike,
+    archive: PathLike | Store,
     dumps: Sequence[PathLike | Snapshot],
     *,
     quality: str | None = None,
@@ -187,10 +180,10 @@ def append(
     ConflictError
         If a session of the same name is in the archive, or another writer is at work.
     """
-    folder = Path(archive)
+    store = open_store(archive)
     arrays, of = _profile(profile, None)
-    named = _own(folder, profile, arrays)
-    with open_for_writing(folder, named, device) as current:
+    named = _own(store, profile, arrays)
+    with open_for_writing(store, named, device) as (current, writing):
         manifest = current.manifest
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
                             arrays, target=target or Target(), near=near, window=window, tau=tau,
@@ -199,29 +192,23 @@ def append(
         integers = manifest.identity.quantized is not None and registry.tier(settings.quality).exact
         snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
         _check_profile(of, snapshots[0])
-        report = _add(folder, current, settings, snapshots, guard, named, progress or quiet)
-    with Archive(folder) as updated:
+        report = _add(writing, current, settings, snapshots, guard, named, progress or quiet)
+    with Archive(store) as updated:
         return {**updated.stats(), **report}
 
 
 def _add(
-    folder: Path, archive: Archive | None, settings: Settings, snapshots: Sequence[Snapshot], guard: Guard | None,
+    writing: Writing, archive: Archive | None, settings: Settings, snapshots: Sequence[Snapshot], guard: Guard | None,
     profile: PathLike | None, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Write and commit a generation; returns the writer's report."""
-    before = _data_files(folder) if archive is not None else set()
     writer: GenerationWriter | GuardedWriter
     if guard is None:
-        writer = GenerationWriter(folder, archive, settings, progress)
+        writer = GenerationWriter(writing, archive, settings, progress)
     else:
-        writer = GuardedWriter(folder, archive, settings, guard, progress, profile)
+        writer = GuardedWriter(writing, archive, settings, guard, progress, profile)
     manifest = writer.add(snapshots)
-    if archive is not None:
-        # Shards that were written anew, and once more by the next try; what a killed run leaves is for `gc`.
-        replaced = {entry.file for entry in archive.manifest.sessions} | (_data_files(folder) - before)
-        for name in replaced - {entry.file for entry in (*manifest.libraries, *manifest.sessions)}:
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
+    writing.drop_replaced(manifest)
     return writer.report
 
 
@@ -240,12 +227,12 @@ def _default_quality(arrays: State | None, of: Identity | None) -> str:
     return DEFAULT_CALIBRATED if predicts_kl(Profile(arrays, of.layers)) else DEFAULT_UNMEASURED
 
 
-def _own(folder: Path, path: PathLike | None, arrays: State | None) -> PathLike | None:
+def _own(store: Store, path: PathLike | None, arrays: State | None) -> PathLike | None:
     """The file given, if it is a profile that the archive names by its digest."""
     if arrays is None:
         return None
     wanted = profiles.digest(arrays)
-    with Archive(folder) as archive:
+    with Archive(store) as archive:
         states = [(library, index) for library in archive.libraries for index in range(len(library.states))]
         return path if any(library.profile_digest(index) == wanted for library, index in states) else None
 
@@ -284,107 +271,12 @@ def _snapshots(
 
 
 @contextlib.contextmanager
-def open_for_writing(folder: Path, profile: PathLike | None = None, device: str = "cpu") -> Iterator[Archive]:
-    """The present generation of an archive, with the writer's lock held; a failure leaves no new files behind."""
-    with Archive(folder):
+def open_for_writing(
+    archive: PathLike | Store, profile: PathLike | None = None, device: str = "cpu"
+) -> Iterator[tuple[Archive, Writing]]:
+    """The present generation of an archive, and where the next one goes; a failure leaves no new files behind."""
+    store = open_store(archive)
+    with Archive(store):
         pass
-    with durable.writer_lock(folder), Archive(folder, profile=profile, device=device) as archive:
-        before = _data_files(folder)
-        try:
-            yield archive
-        except BaseException:
-            # The error may have come after the commit: only what the manifest on disk does not name may go.
-            with contextlib.suppress(OSError, FormatError):
-                manifest = Manifest.load(folder)
-                named = {entry.file for entry in (*manifest.libraries, *manifest.sessions)}
-                for name in _data_files(folder) - before - named:
-                    (folder / name).unlink()
-            raise
-
-
-def _data_files(folder: Path) -> set[str]:
-    names = {path.relative_to(folder).as_posix() for path in (*folder.iterdir(), *(folder / SHARDS).iterdir())}
-    return {name for name in names if LIBRARY_NAME.fullmatch(name) or SHARD_NAME.fullmatch(name)}
-
-
-def new_target(out: PathLike) -> Path:
-    """Where a new archive goes.
-
-    Raises
-    ------
-    ConflictError
-        If an archive or something else but an empty folder is there.
-    """
-    if (Path(out) / NAME).exists():
-        raise ConflictError("an archive is there already (use append)", out)
-    return durable.output_folder(out)
-
-
-@contextlib.contextmanager
-def new_archive(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, given by `new_target`, that becomes it on success and is removed on failure.
-
-    Raises
-    ------
-    ConflictError
-        If something else has taken the name in the meantime.
-    """
-    with workplace(target) as folder, named_after(target, folder):
-        yield folder
-        durable.sync_folder(folder / SHARDS)
-        durable.sync_folder(folder)
-        durable.publish_folder(folder, target)
-
-
-@contextlib.contextmanager
-def workplace(target: Path) -> Iterator[Path]:
-    """A locked temporary folder beside `target`, removed at the end if it is still there.
-
-    What killed runs towards the same target left behind is removed first.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # File systems end names at 255 bytes, and a character takes up to four.
-    prefix = f".{target.name[:50]}"
-    _remove_stale(target.parent, prefix)
-    folder = target.with_name(prefix + durable.temp_name(target).name)
-    # Until it is locked, another run towards the same target would take it for stale.
-    fresh = folder.with_name(f"{folder.name}.new")
-    fresh.mkdir()
-    try:
-        with durable.writer_lock(fresh):
-            os.rename(fresh, folder)
-            yield folder
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def named_after(target: Path, temp: Path, *, whole: bool = False) -> Iterator[None]:
-    """Let errors about a temporary path, or one below it, name `target` (if `whole`) or the place in it instead."""
-
-    def meant(path: Path) -> Path:
-        return target if whole else target / path.relative_to(temp)
-
-    try:
-        yield
-    except PltpackError as error:
-        path = None if error.path is None else Path(error.path)
-        if path is None or not path.is_relative_to(temp):
-            raise
-        raise type(error)(error.fact, meant(path)) from error
-    except OSError as error:
-        if isinstance(error.filename, str | os.PathLike) and Path(error.filename).is_relative_to(temp):
-            error.filename = os.fspath(meant(Path(error.filename)))
-        raise
-
-
-def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove what killed runs towards the same target left behind; a live run holds its lock."""
-    temporary = re.compile(re.escape(prefix + durable.TEMP_PREFIX) + r"[0-9a-f]{16}(\.new)?")
-    for stale in [path for path in parent.iterdir() if temporary.fullmatch(path.name)]:
-        with contextlib.suppress(ConflictError, OSError):
-            being_made = stale.suffix == ".new" and time.time() - stale.stat().st_mtime < _MAKING_SECONDS
-            if stale.is_dir() and not stale.is_symlink() and not being_made:
-                with durable.writer_lock(stale):
-                    shutil.rmtree(stale, ignore_errors=True)
+    with store.writing() as writing, Archive(writing.store, profile=profile, device=device) as current:
+        yield current, writing

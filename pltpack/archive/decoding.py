@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pltpack.archive.ahead import announce
 from pltpack.archive.batch import Batch
 from pltpack.archive.mapped import mapped_units, reference_values
 from pltpack.archive.segments import Segment, fresh
@@ -54,6 +55,7 @@ def decode_layers(
     FormatError
         If a unit is damaged, or the units do not cover the range.
     """
+    announce(shard, layers, start, stop)
     targets = [
         _Target(shard, layer, start, stop, arrays)
         for layer, arrays in zip(layers, [None] * len(layers) if out is None else out, strict=True)

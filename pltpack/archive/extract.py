@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pltpack.archive.convert import check_target
-from pltpack.archive.create import PathLike, named_after, quiet, workplace
+from pltpack.archive.create import PathLike, quiet
 from pltpack.archive.decoding import decode_layers, span_pieces
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
 from pltpack.archive.reader import Archive, check_layers, check_tokens
@@ -20,10 +20,12 @@ from pltpack.dumps import open_dumps, write_dump
 from pltpack.errors import FormatError, NotFoundError
 from pltpack.format import durable
 from pltpack.snapshot import Identity, Snapshot
+from pltpack.store import Store
+from pltpack.store.folders import named_after, workplace
 
 
 def decompress(
-    archive: PathLike,
+    archive: PathLike | Store,
     out: PathLike,
     *,
     to: str = "safetensors",
@@ -139,7 +141,7 @@ def _counted(snapshots: Sequence[Snapshot], progress: Progress) -> Iterator[Snap
 
 
 def verify(
-    archive: PathLike,
+    archive: PathLike | Store,
     *,
     against: Sequence[PathLike | Snapshot] | None = None,
     format: str | None = None,

@@ -27,6 +27,7 @@ from pltpack.errors import PromiseError, UnsupportedError
 from pltpack.format.container import Container, ContainerWriter
 from pltpack.format.manifest import Manifest, SessionEntry
 from pltpack.snapshot import Snapshot
+from pltpack.store import Writing
 
 #: Of a score that is no number: no lossy tier is tried any more.
 FINAL = "not a number"
@@ -38,8 +39,8 @@ class GuardedWriter:
 
     Parameters
     ----------
-    folder : Path
-        Archive folder; the caller holds its writer lock.
+    writing : Writing
+        Where the generation goes.
     archive : Archive or None
         The present generation, opened; None for a new archive.
     settings : Settings
@@ -64,7 +65,7 @@ class GuardedWriter:
 
     def __init__(
         self,
-        folder: Path,
+        writing: Writing,
         archive: Archive | None,
         settings: Settings,
         guard: Guard,
@@ -75,7 +76,7 @@ class GuardedWriter:
         if settings.target.bits is not None or settings.target.size is not None:
             raise UnsupportedError("a guard takes more room where a promise needs it: targets of bits and bytes "
                                    "cannot be kept beside it")  # fmt: skip
-        self._folder, self._archive, self._settings, self._guard = folder, archive, settings, guard
+        self._writing, self._archive, self._settings, self._guard = writing, archive, settings, guard
         self._progress, self._profile = progress, profile
         self._asked = settings.quality
         self._aimed = settings.target.kl or promise(self._asked)
@@ -105,7 +106,7 @@ class GuardedWriter:
                 self._note(name, Trial(self._asked, str(screened[name].refused)))
         manifest = self._rounds(snapshots, pending, screened)
         manifest = self._finished(manifest, snapshots, screened)
-        manifest.commit(self._folder)
+        self._writing.commit(manifest)
         return manifest
 
     def _profile_of(self, libraries: Sequence[Any]) -> State | None:
@@ -170,7 +171,7 @@ class GuardedWriter:
     def _writer(self, archive: Archive | None, tier: str) -> GenerationWriter:
         target = self._settings.target if tier == self._asked else Target()
         settings = dataclasses.replace(self._settings, quality=tier, target=target)
-        return GenerationWriter(self._folder, archive, settings, self._progress)
+        return GenerationWriter(self._writing, archive, settings, self._progress)
 
     def _write(self, group: Sequence[Snapshot], tier: str, manifest: Manifest | None) -> Manifest:
         if manifest is None:
@@ -184,13 +185,13 @@ class GuardedWriter:
         return found
 
     def _opened(self, manifest: Manifest) -> Archive:
-        return Archive(self._folder, profile=self._profile, manifest=manifest)
+        return Archive(self._writing.store, profile=self._profile, manifest=manifest)
 
     def _without(self, manifest: Manifest, names: set[str]) -> Manifest:
         """The manifest without sessions of this generation, whose files are removed."""
         gone = [entry for entry in manifest.sessions if entry.session in names and entry.session in self._tried]
         for entry in gone:
-            (self._folder / entry.file).unlink()
+            (self._writing.folder / entry.file).unlink()
         kept = tuple(entry for entry in manifest.sessions if entry not in gone)
         return dataclasses.replace(manifest, sessions=kept)
 
@@ -202,7 +203,7 @@ class GuardedWriter:
         records = {s.session: self._record(s, screened[s.session]) for s in snapshots}
         entries = {entry.session: entry for entry in manifest.sessions}
         for name, record in records.items():
-            entries[name] = with_metadata(self._folder, entries[name], {KEY: record.text()})
+            entries[name] = with_metadata(self._writing.folder, entries[name], {KEY: record.text()})
         before = [entry.session for entry in old.sessions] if old else []
         order = [*before, *records]
         manifest = dataclasses.replace(
@@ -244,7 +245,7 @@ class GuardedWriter:
                 keep |= others
         for entry in manifest.libraries:
             if entry.head_sha256 not in keep:
-                (self._folder / entry.file).unlink()
+                (self._writing.folder / entry.file).unlink()
         libraries = tuple(entry for entry in manifest.libraries if entry.head_sha256 in keep)
         return dataclasses.replace(manifest, libraries=libraries)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, Container
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import Identity
+from pltpack.store import Store
 
 if TYPE_CHECKING:
     from pltpack.gpu.backend import Backend
@@ -34,8 +34,8 @@ class Library(Segment):
 
     Parameters
     ----------
-    folder : Path
-        Archive folder.
+    store : Store
+        Where the archive is.
     entry : FileEntry
         What the manifest says of it.
     identity : Identity
@@ -52,12 +52,12 @@ class Library(Segment):
     """
 
     def __init__(
-        self, folder: Path, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None,
+        self, store: Store, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None,
         backend: Backend | None = None,
     ) -> None:  # fmt: skip
         self.entry, self.identity = entry, identity
         self._find_profile, self._backend = find_profile, backend
-        self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
+        self.container = Container(store.open(entry.file), entry.bytes, entry.head_sha256)
         try:
             self._load()
         except BaseException:

@@ -42,11 +42,11 @@ def mapped_units(
         `pltpack.format.tables.RUN` records; their library field indexes `libraries`.
     """
     for run in runs[overlapping(runs, start, stop)]:
-        for library, record, _, first, last in _units_of_run(run, libraries, range(layer, layer + 1), start, stop):
+        for library, record, _, first, last in units_of_run(run, libraries, range(layer, layer + 1), start, stop):
             yield library, record, first, last
 
 
-def _units_of_run(
+def units_of_run(
     run: np.void, libraries: Sequence[Library], layers: range, start: int, stop: int
 ) -> Iterator[tuple[Library, np.void, int, int, int]]:
     """Library units behind a row, with the session token each begins at and those, ``[first, last)``, that it gives."""
@@ -99,7 +99,7 @@ def reference_values(
     out = [fresh(identity.layers[layer], stop - start) for layer in layers]
     batch = Batch()
     for row in rows:
-        for library, record, begin, first, last in _units_of_run(row, libraries, layers, start, stop):
+        for library, record, begin, first, last in units_of_run(row, libraries, layers, start, stop):
             rooms = [(k[:, first - start : last - start], v[:, first - start : last - start]) for k, v in out]
             _fill(batch, library, record, layers, slice(first - begin, last - begin), rooms)
     batch.run()

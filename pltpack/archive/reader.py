@@ -7,13 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from pltpack.archive import profiles
+from pltpack.archive.ahead import announce
 from pltpack.archive.backends import backend_of
 from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.decoding import decode_layers, one_buffer, span_pieces
@@ -27,6 +27,7 @@ from pltpack.errors import ConflictError, FormatError, NotFoundError, Unsupporte
 from pltpack.format.container import GoneError
 from pltpack.format.manifest import Manifest
 from pltpack.snapshot import Identity, Snapshot
+from pltpack.store import Store, Stored, open_store
 
 if TYPE_CHECKING:
     from pltpack.serve.loader import Loader
@@ -53,8 +54,8 @@ class Archive:
 
     Parameters
     ----------
-    path : path-like
-        Archive folder.
+    path : path-like or Store
+        Archive folder or URL, see `pltpack.store.open_store`.
     identity : Identity, optional
         The loader's own identity: every session read must agree with it, salt included.
     accept_unknown : iterable of str
@@ -79,17 +80,20 @@ class Archive:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Store,
         identity: Identity | None = None,
         accept_unknown: Iterable[str] = (),
         profile: str | os.PathLike[str] | None = None,
         manifest: Manifest | None = None,
         device: str = "cpu",
     ) -> None:
-        self.path = Path(path)
+        self.store = open_store(path)
+        self.path: Any = self.store.location
         self._profile = profile
         self.backend = backend_of(device)
-        self.manifest = Manifest.load(self.path) if manifest is None else manifest
+        #: The generation that was opened first.
+        self.base = self.store.load() if manifest is None else Stored(manifest, len(manifest.to_bytes()))
+        self.manifest, self.manifest_bytes = self.base.manifest, self.base.bytes
         self._loader, self._accept = identity, tuple(accept_unknown)
         if identity is not None:
             own = Identity(**{**self.manifest.identity.__dict__, "salt": identity.salt})
@@ -135,7 +139,7 @@ class Archive:
         opened: list[Library] = []
         try:
             for entry in manifest.libraries:
-                opened.append(Library(self.path, entry, manifest.identity, self._find_profile, self.backend))
+                opened.append(Library(self.store, entry, manifest.identity, self._find_profile, self.backend))
                 opened[-1].decoded = self._decoded
                 if len(opened) > MAX_OPEN:
                     opened[-1].container.release()
@@ -150,11 +154,11 @@ class Archive:
             for state in range(len(library.states)):
                 if library.profile_digest(state) == digest and library.embeds(state):
                     return library.state(state)
-        return profiles.find(digest, self._profile, self.path)[1]
+        return profiles.find(digest, self._profile, self.store.folder)[1]
 
     def at(self, manifest: Manifest) -> Archive:
         """Another reader of the same folder, for a generation that is written but not committed."""
-        return Archive(self.path, profile=self._profile, manifest=manifest)
+        return Archive(self.store, profile=self._profile, manifest=manifest)
 
     def follow(self, generation: int, error: GoneError) -> None:
         """Go on in a newer generation than `generation`, or raise `error` if there is none."""
@@ -185,7 +189,8 @@ class Archive:
 
     def _follow(self, error: GoneError) -> None:
         for _ in range(MAX_FOLLOWED):
-            manifest = Manifest.load(self.path)
+            stored = self.store.load()
+            manifest = stored.manifest
             if manifest.generation <= self.manifest.generation or manifest.identity != self.identity:
                 raise error
             try:
@@ -196,6 +201,7 @@ class Archive:
             # Snapshots may be reading from the former files in other threads.
             self._retired += [*self.libraries, *self._shards.values()]
             self.manifest, self.libraries, self._shards = manifest, libraries, {}
+            self.manifest_bytes = stored.bytes
             self._entries = {entry.session: entry for entry in manifest.sessions}
             return
         raise error
@@ -231,7 +237,7 @@ class Archive:
                 if session not in self._entries:
                     raise NotFoundError(f"no session {session!r}", self.path)
                 try:
-                    shard = Shard(self.path, self._entries[session], self.identity, self.libraries)
+                    shard = Shard(self.store, self._entries[session], self.identity, self.libraries)
                 except GoneError as error:
                     self._follow(error)
                     continue
@@ -285,6 +291,7 @@ class Archive:
                    for keys, values in arrays[group.start - chosen.start : group.stop - chosen.start]]  # fmt: skip
             source.decode_layers(group, at, end, out)
 
+        announce(self.shard(session), chosen, start, stop)
         tasks = span_pieces(self.shard(session), chosen, start, stop)
         if not tasks:
             groups = self._groups(chosen, min(stop - start, PIECE_TOKENS))

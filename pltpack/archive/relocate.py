@@ -63,16 +63,17 @@ def relocate(archive: Archive, parts: Sequence[Part]) -> Manifest | None:
     Manifest or None
         The present one with the new files in place of the old ones; None if one segment cannot hold all parts.
     """
-    segment = _Segment(archive, parts)
+    segment, folder = _Segment(archive, parts), archive.store.folder
+    assert folder is not None, "the archive is open for writing"
     try:
-        library = segment.write(next_library(archive.path, archive.libraries))
+        library = segment.write(next_library(folder, archive.libraries))
     except UnsupportedError:
         return None
     entries: dict[str, SessionEntry] = {}
     taken: set[Path] = set()
     for name in {part.shard.entry.session for part in parts}:
         shard = archive.shard(name)
-        path = shard_path(archive.path, name, taken)
+        path = shard_path(folder, name, taken)
         taken.add(path)
         mine = [(part, node) for node, part in enumerate(segment.parts) if part.shard.entry.session == name]
         entries[name] = _write_shard(archive, shard, mine, path, library)

@@ -26,6 +26,7 @@ from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, ContainerInfo
 from pltpack.format.manifest import FileEntry
 from pltpack.snapshot import Identity
+from pltpack.store.local import LocalStore
 
 if TYPE_CHECKING:
     from pltpack.gpu.backend import Backend
@@ -127,7 +128,7 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
         metadata,
     )
     written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
-    library = Library(output.folder, written, identity, lambda _: codec_state(codec), output.backend)
+    library = Library(LocalStore(output.folder), written, identity, lambda _: codec_state(codec), output.backend)
     # Every session that a node predicts asks for its units.
     library.decoded = DecodedUnits()
     output.libraries.append(library)

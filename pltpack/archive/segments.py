@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -209,7 +209,7 @@ class Segment(abc.ABC):
         self.container.close()
 
 
-def strings(values: list[object], path: Path) -> list[str]:
+def strings(values: list[object], path: os.PathLike[str]) -> list[str]:
     """A list of a container's metadata that must hold strings only; `FormatError` if not."""
     if not all(isinstance(value, str) for value in values):
         raise FormatError("metadata holds something else than strings", path)

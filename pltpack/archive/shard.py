@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from pltpack.format import tables
 from pltpack.format.container import MINOR_PREDICTIONS, Container
 from pltpack.format.manifest import SessionEntry
 from pltpack.snapshot import Identity
+from pltpack.store import Store
 
 
 class Shard(Segment):
@@ -23,8 +23,8 @@ class Shard(Segment):
 
     Parameters
     ----------
-    folder : Path
-        Archive folder.
+    store : Store
+        Where the archive is.
     entry : SessionEntry
         What the manifest says of it.
     identity : Identity
@@ -47,10 +47,10 @@ class Shard(Segment):
         bool, which of `runs` are the latter.
     """
 
-    def __init__(self, folder: Path, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
+    def __init__(self, store: Store, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
         self.entry: SessionEntry = entry
         self.identity = identity
-        self.container = Container(folder / entry.file, entry.bytes, entry.head_sha256)
+        self.container = Container(store.open(entry.file), entry.bytes, entry.head_sha256)
         try:
             self._load({library.entry.head_sha256: library for library in libraries})
         except BaseException:

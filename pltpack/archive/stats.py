@@ -11,7 +11,6 @@ from pltpack.archive.figures import figures, quality_of, tail_bits, tail_bytes
 from pltpack.archive.guard_record import record_of
 from pltpack.archive.shard import TokenCount
 from pltpack.codec import registry
-from pltpack.format.manifest import NAME
 from pltpack.format.tables import FLAG_REFERENCE, NO_NODE
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def archive_stats(archive: Archive) -> dict[str, Any]:
     elements = tokens * per_token
     library = sum(entry.bytes for entry in manifest.libraries)
     sessions = sum(entry.bytes for entry in manifest.sessions)
-    size = library + sessions + (archive.path / NAME).stat().st_size
+    size = library + sessions + archive.manifest_bytes
     profiles = sum(
         library.container.array(f"codec.state.{index}", "U8").nbytes
         for library in archive.libraries

@@ -14,7 +14,7 @@ import stat
 import tarfile
 from pathlib import Path
 
-from pltpack.archive.create import PathLike, named_after, new_archive, new_target, open_for_writing, workplace
+from pltpack.archive.create import PathLike, open_for_writing
 from pltpack.archive.extract import verify
 from pltpack.archive.files import next_library, shard_path
 from pltpack.archive.merge import Merger
@@ -22,12 +22,14 @@ from pltpack.archive.reader import Archive
 from pltpack.errors import ConflictError, FormatError, IdentityError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS, Manifest
+from pltpack.store import LocalStore, Store, Writing, open_store
+from pltpack.store.folders import named_after, workplace
 
 #: A manifest, one library segment, one shard.
 MAX_MEMBERS = 3
 
 
-def export_session(archive: PathLike, session: str, out: PathLike, profile: PathLike | None = None) -> Path:
+def export_session(archive: PathLike | Store, session: str, out: PathLike, profile: PathLike | None = None) -> Path:
     """Write one session as a self-contained file, whole or not at all; a profile goes into it.
 
     Parameters
@@ -80,7 +82,7 @@ def _add(tar: tarfile.TarFile, name: str, data: io.BufferedIOBase | io.BufferedR
     tar.addfile(info, data)
 
 
-def import_session(archive: PathLike, file: PathLike) -> str:
+def import_session(archive: PathLike | Store, file: PathLike) -> str:
     """Add an exported session to an archive (made if it does not exist), after checking all of it.
 
     Returns
@@ -97,22 +99,22 @@ def import_session(archive: PathLike, file: PathLike) -> str:
     ConflictError
         If the archive has a session of that name.
     """
-    target, source = Path(archive), Path(file)
-    if not target.exists():
-        with new_archive(new_target(target)) as folder:
-            (folder / SHARDS).mkdir()
-            _unpack(source, folder)
-            return _check(folder, source)
-    with open_for_writing(target) as current:
+    store, source = open_store(archive), Path(file)
+    if not store.occupied():
+        with store.creating() as writing:
+            _unpack(source, writing.folder)
+            session = _check(writing.folder, source)
+            writing.commit(LocalStore(writing.folder).load().manifest)
+        return session
+    with open_for_writing(store) as (current, writing):
         # Inside the archive and under its lock: what a killed run leaves here is garbage that `gc` may take.
-        folder = durable.temp_name(target / NAME)
+        folder = durable.temp_name(writing.folder / NAME)
         (folder / SHARDS).mkdir(parents=True)
         try:
-            with named_after(target, folder):
+            with named_after(writing.folder, folder):
                 _unpack(source, folder)
                 session = _check(folder, source)
-                with Archive(folder) as incoming:
-                    _adopt(current, incoming, source)
+                _adopt(current, folder, source, writing)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return session
@@ -129,31 +131,32 @@ def _check(folder: Path, source: Path) -> str:
         raise FormatError(f"not a valid session file: {error.fact}", source) from None
 
 
-def _adopt(current: Archive, incoming: Archive, source: Path) -> None:
-    target, manifest = current.path, current.manifest
+def _adopt(current: Archive, folder: Path, source: Path, writing: Writing) -> None:
+    target, manifest, incoming = writing.folder, current.manifest, LocalStore(folder).load().manifest
     manifest.identity.require_same(incoming.identity, str(source))
     if manifest.identity.digest() != incoming.identity.digest():
         # Equal numbers may be written in two ways (10000 and 10000.0); the file's parts carry the digest of theirs.
         raise IdentityError("identity is written in another way than the archive's, so its digest differs", source)
-    entry = incoming.manifest.sessions[0]
+    entry = incoming.sessions[0]
     if entry.session in current.sessions:
         raise ConflictError(f"session {entry.session!r} is in the archive already", source)
     known = {library.head_sha256 for library in manifest.libraries}
     libraries = list(manifest.libraries)
-    for library in incoming.manifest.libraries:
+    for library in incoming.libraries:
         if library.head_sha256 not in known:
             path = next_library(target, current.libraries)
-            _copy(incoming.path / library.file, path)
+            _copy(folder / library.file, path)
             libraries.append(dataclasses.replace(library, file=path.name))
     path = shard_path(target, entry.session)
-    _copy(incoming.path / entry.file, path)
+    _copy(folder / entry.file, path)
     entry = dataclasses.replace(entry, file=f"{SHARDS}/{path.name}")
-    dataclasses.replace(
+    following = dataclasses.replace(
         manifest,
         generation=manifest.generation + 1,
         libraries=tuple(libraries),
         sessions=(*manifest.sessions, entry),
-    ).commit(target)
+    )
+    writing.commit(following)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -39,21 +39,22 @@ from pltpack.codec.profile import Profile
 from pltpack.errors import ConflictError, DumpError, UnsupportedError
 from pltpack.format import tables
 from pltpack.format.container import ContainerInfo
-from pltpack.format.manifest import SHARDS, FileEntry, Manifest, SessionEntry
+from pltpack.format.manifest import FileEntry, Manifest, SessionEntry
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot, token_ids
+from pltpack.store import Writing
 
 #: Attempts to meet a target.
 _TRIES = 4
 
 
 class GenerationWriter:
-    """Adds snapshots to an archive folder as one generation.
+    """Adds snapshots to an archive as one generation.
 
     Parameters
     ----------
-    folder : Path
-        Archive folder; the caller holds its writer lock.
+    writing : Writing
+        Where the generation goes.
     archive : Archive or None
         The present generation, opened; None for a new archive.
     settings : Settings
@@ -68,9 +69,9 @@ class GenerationWriter:
         ``sessions`` (of which they are the mean), ``predicted_tokens`` (what the old node had predicted).
     """
 
-    def __init__(self, folder: Path, archive: Archive | None, settings: Settings, progress: Progress) -> None:
+    def __init__(self, writing: Writing, archive: Archive | None, settings: Settings, progress: Progress) -> None:
         settings.check()
-        self._folder, self._archive, self._settings, self._progress = folder, archive, settings, progress
+        self._writing, self._archive, self._settings, self._progress = writing, archive, settings, progress
         self.report: dict[str, Any] = {}
         self._libraries: list[Library] = list(archive.libraries) if archive else []
         self._opened: Library | None = None
@@ -86,7 +87,7 @@ class GenerationWriter:
     def add(self, snapshots: Sequence[Snapshot]) -> Manifest:
         """Write the sessions and the next manifest; returns the manifest, already committed. Raises as `write`."""
         manifest = self.write(snapshots)
-        manifest.commit(self._folder)
+        self._writing.commit(manifest)
         return manifest
 
     def write(self, snapshots: Sequence[Snapshot]) -> Manifest:
@@ -101,7 +102,6 @@ class GenerationWriter:
         """
         identity = self.check(snapshots)
         if self._archive is None:
-            (self._folder / SHARDS).mkdir()
             return self._attempts(snapshots, identity)
         with published(self._archive, snapshots, self._settings) as base:
             self._archive, self._libraries = base, list(base.libraries)
@@ -151,7 +151,7 @@ class GenerationWriter:
     def _forget(self) -> None:
         """Remove what was written, none of which is committed."""
         if self._opened is not None:
-            self._paths.add(self._opened.container.path)
+            self._paths.add(Path(self._opened.container.path))
             self._libraries.remove(self._opened)
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -177,8 +177,8 @@ class GenerationWriter:
         self._expect(snapshots, sharing)
         if not any(run.role is Role.NEAR for runs in sharing.runs for run in runs):
             self._unused = 1.0
-        output = Output(self._folder, identity, settings.block, self._libraries, place, prepared, self._sink, pool,
-                        self._advance, settings.backend)  # fmt: skip
+        output = Output(self._writing.folder, identity, settings.block, self._libraries, place, prepared, self._sink,
+                        pool, self._advance, settings.backend)  # fmt: skip
         new_entry = None
         if place.library is None or sharing.nodes:
             self._opened, info = write_library(output, sharing.nodes)
@@ -312,7 +312,7 @@ class GenerationWriter:
         place, snapshot, identity = output.place, draft.snapshot, output.identity
         library = place.library or self._opened
         assert library is not None
-        path = shard_path(self._folder, snapshot.session, self._paths)
+        path = shard_path(self._writing.folder, snapshot.session, self._paths)
         self._paths.add(path)
         if place.codec.exact:
             self._advance(sum(_raw(snapshot, r.session_start, r.stop) for r in draft.runs if r.role is Role.SOURCE))

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
 import os
-import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +20,9 @@ import numpy as np
 from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.header import DTYPES, parse_header
+from pltpack.format.source import FileSource, GoneError, Source
+
+__all__ = ["Container", "ContainerInfo", "ContainerWriter", "GoneError"]
 
 #: Longest header, as in safetensors.
 MAX_HEADER_BYTES = 100_000_000
@@ -35,10 +36,6 @@ MINOR_GROUPS = 1
 MINOR_PREDICTIONS = 2
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class GoneError(FormatError):
-    """A file that the manifest names is not there any more: damage, or a newer generation has taken its place."""
 
 
 class ContainerWriter:
@@ -183,7 +180,8 @@ class Container:
 
     Parameters
     ----------
-    path : Path
+    source : Source or Path
+        The open file, which is closed with the container, or the path of one.
     size : int
         Size the manifest gives.
     head_sha256 : str
@@ -197,11 +195,9 @@ class Container:
         If it has another size, breaks the container rules, or its head has another digest.
     """
 
-    def __init__(self, path: Path, size: int, head_sha256: str) -> None:
-        self.path = path
-        self._reopen_as: tuple[int, int, int] | None = None
-        self._map: mmap.mmap | None = None
-        self._fd = _open(path)
+    def __init__(self, source: Source | Path, size: int, head_sha256: str) -> None:
+        self.source = source if isinstance(source, Source) else FileSource(source)
+        self.path = self.source.path
         try:
             self._open(size, head_sha256)
         except BaseException:
@@ -209,17 +205,13 @@ class Container:
             raise
 
     def _open(self, size: int, head_sha256: str) -> None:
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError("not a regular file", self.path)
-        actual = status.st_size
-        if actual != size:
-            raise FormatError(f"file has {actual} bytes, the manifest says {size}", self.path)
-        prefix = self._read(0, 8)
+        if self.source.size != size:
+            raise FormatError(f"file has {self.source.size} bytes, the manifest says {size}", self.path)
+        prefix = self.source.read(0, min(8, size))
         header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 2 <= header_size <= min(MAX_HEADER_BYTES, size - 8):
             raise FormatError("header length is out of range", self.path)
-        header_bytes = self._read(8, header_size)
+        header_bytes = self.source.read(8, header_size)
         entries, self.metadata = parse_header(header_bytes, size - 8 - header_size, self.path)
         dtype, _, begin, end = entries.get(PAYLOAD, ("", (), 0, -1))
         if dtype != "U8" or begin != 0 or end < 0:
@@ -228,7 +220,7 @@ class Container:
         tail_bytes = size - 8 - header_size - end
         if tail_bytes > MAX_TABLE_BYTES:
             raise FormatError(f"tables of {tail_bytes} bytes exceed the limit", self.path)
-        tail = self._read(8 + header_size + end, tail_bytes)
+        tail = self.source.read(8 + header_size + end, tail_bytes)
         if hashlib.sha256(prefix + header_bytes + tail).hexdigest() != head_sha256:
             raise FormatError("header and tables do not have the digest that the manifest gives", self.path)
         self.tables: dict[str, np.ndarray] = {}
@@ -236,52 +228,24 @@ class Container:
             if name not in (PAYLOAD, "padding"):
                 self.tables[name] = np.frombuffer(tail[first - end : last - end], DTYPES[dtype]).reshape(shape)
 
-    def _read(self, offset: int, length: int) -> bytes:
-        if self._reopen_as is None:
-            return self._read_from(self._fd, offset, length)
-        fd = _open(self.path)
-        try:
-            if _inode(fd) != self._reopen_as:
-                raise GoneError("the file was replaced while the archive was open", self.path)
-            return self._read_from(fd, offset, length)
-        finally:
-            os.close(fd)
-
-    def _read_from(self, fd: int, offset: int, length: int) -> bytes:
-        parts = []
-        while length:
-            data = os.pread(fd, min(length, 1 << 30), offset)
-            if not data:
-                raise FormatError("file ends early", self.path)
-            parts.append(data)
-            offset += len(data)
-            length -= len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
     def release(self) -> None:
-        """Keep no descriptor from now on but open the file for every read, for archives of very many files.
+        """Keep nothing open from now on but open the file for every read, for archives of very many files.
 
         Call it before others read the container.
         """
-        if self._fd >= 0:
-            self._reopen_as = _inode(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        self.source.release()
 
     def payload(self, offset: int, length: int) -> bytes:
         """Payload bytes ``[offset, offset + length)``; the range has been checked against `payload_bytes`."""
-        return self._read(self._payload_at + offset, length)
+        return self.source.read(self._payload_at + offset, length)
 
     def payload_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with payload bytes from `offset` on; the range has been checked against `payload_bytes`."""
-        kept_open = self._reopen_as is None
-        if not kept_open or os.preadv(self._fd, [buffer], self._payload_at + offset) != len(buffer):
-            buffer[:] = self.payload(offset, len(buffer))
+        self.source.read_into(buffer, self._payload_at + offset)
 
-    def will_need(self, offset: int, length: int) -> None:
-        """Have the system read payload bytes ahead, where it can be told."""
-        if self._fd >= 0 and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, self._payload_at + offset, length, os.POSIX_FADV_WILLNEED)
+    def will_need(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Have payload bytes ``[begin, end)`` read ahead, where that can be."""
+        self.source.will_need([(self._payload_at + begin, self._payload_at + end) for begin, end in ranges])
 
     def mapped(self, offset: int, length: int) -> memoryview:
         """Payload bytes as `payload` gives them, in place, valid until `close`.
@@ -293,14 +257,7 @@ class Container:
         FormatError
             If the file has become shorter.
         """
-        if self._fd < 0:
-            return memoryview(self.payload(offset, length))
-        begin = self._payload_at + offset
-        if os.fstat(self._fd).st_size < begin + length:
-            raise FormatError("file ends early", self.path)
-        if self._map is None:
-            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-        return memoryview(self._map)[begin : begin + length]
+        return self.source.mapped(self._payload_at + offset, length)
 
     def payload_sha256(self) -> str:
         """SHA-256 of the payload, read from disk in pieces."""
@@ -337,22 +294,4 @@ class Container:
 
     def close(self) -> None:
         """Close the file; harmless when repeated."""
-        self._reopen_as = None
-        # Unmapped when nobody looks at its bytes any more.
-        self._map = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _open(path: Path) -> int:
-    try:
-        # Without O_NONBLOCK, opening a pipe that has such a name would wait for its other end.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise GoneError("the file that the manifest names is missing", path) from None
-
-
-def _inode(fd: int) -> tuple[int, int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino, status.st_size
+        self.source.close()

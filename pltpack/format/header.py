@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 Entry = tuple[str, tuple[int, ...], int, int]
 
 
-def parse_header(data: bytes, data_bytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def parse_header(data: bytes, data_bytes: int, path: os.PathLike[str]) -> tuple[dict[str, Entry], dict[str, str]]:
     """Parse and check a container's JSON header.
 
     Parameters

@@ -21,6 +21,8 @@ from pltpack.snapshot import Identity
 NAME = "MANIFEST.json"
 MAX_BYTES = 1 << 26
 SHARDS = "shards"
+#: Member of the body for `Manifest.commits`; readers can do without it.
+COMMITS = "x-commits"
 LIBRARY_NAME = re.compile(r"library-\d{6,12}\.pltlib")
 SHARD_NAME = re.compile(r"shards/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,239}\.pltshard")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -73,6 +75,8 @@ class Manifest:
         Whether sessions share prefixes.
     libraries : tuple of FileEntry
     sessions : tuple of SessionEntry
+    commits : tuple of str
+        Marks of the latest commits in an object store, by which a writer finds out whether its own was done.
     """
 
     generation: int
@@ -82,19 +86,22 @@ class Manifest:
     dedup: bool
     libraries: tuple[FileEntry, ...]
     sessions: tuple[SessionEntry, ...]
+    commits: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The file's bytes: a JSON object of ``body`` and the SHA-256 of the body's canonical form."""
-        body = {
+        body: dict[str, Any] = {
             "format": "pltpack", "version": list(FORMAT_VERSION), "generation": self.generation,
             "identity": self.identity.to_json(), "block": self.block, "quality": self.quality, "dedup": self.dedup,
             "libraries": [dataclasses.asdict(entry) for entry in self.libraries],
             "sessions": [{k: v for k, v in dataclasses.asdict(e).items() if v is not None} for e in self.sessions],
         }  # fmt: skip
+        if self.commits:
+            body[COMMITS] = list(self.commits)
         return json.dumps({"body": body, "sha256": _digest(body)}, indent=1, sort_keys=True).encode() + b"\n"
 
     @classmethod
-    def parse(cls, data: bytes, path: Path) -> Manifest:
+    def parse(cls, data: bytes, path: os.PathLike[str]) -> Manifest:
         """Read and check a manifest.
 
         Raises
@@ -102,6 +109,8 @@ class Manifest:
         FormatError
             Naming what is wrong.
         """
+        if len(data) > MAX_BYTES:
+            raise FormatError("manifest is larger than allowed", path)
         try:
             outer = json_text.parse(data)
             body, digest = outer["body"], outer["sha256"]
@@ -126,18 +135,20 @@ class Manifest:
         FormatError
             If there is none, or it is damaged.
         """
+        return cls.parse(cls.read(archive), archive / NAME)
+
+    @staticmethod
+    def read(archive: Path) -> bytes:
+        """The bytes of an archive folder's manifest; `FormatError` if there is none."""
         path = archive / NAME
         try:
             # Without O_NONBLOCK, opening a pipe of that name would wait for its other end.
             with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise FormatError("not a regular file", path)
-                data = file.read(MAX_BYTES + 1)
+                return file.read(MAX_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise FormatError(f"not an archive (no {NAME})", archive) from None
-        if len(data) > MAX_BYTES:
-            raise FormatError("manifest is larger than allowed", path)
-        return cls.parse(data, path)
 
     def commit(self, archive: Path) -> None:
         """Make this generation the archive's, durably and at once.
@@ -147,14 +158,22 @@ class Manifest:
         UnsupportedError
             If readers would refuse it, for its size or the values in it.
         """
+        durable.write_file(archive / NAME, self.checked_bytes(archive))
+
+    def checked_bytes(self, archive: os.PathLike[str]) -> bytes:
+        """What `to_bytes` gives, if readers will take it.
+
+        Raises
+        ------
+        UnsupportedError
+            If they would refuse it, for its size or the values in it.
+        """
         data = self.to_bytes()
         try:
-            if len(data) > MAX_BYTES:
-                raise FormatError("manifest is larger than allowed")
-            self.parse(data, archive / NAME)
+            self.parse(data, archive)
         except FormatError as error:
             raise UnsupportedError(f"this generation could not be read back: {error.fact}", archive) from None
-        durable.write_file(archive / NAME, data)
+        return data
 
 
 def _digest(body: object) -> str:
@@ -200,8 +219,10 @@ def _from_body(body: Any) -> Manifest:
         raise FormatError("manifest names a file or a session twice")
     if len({entry.head_sha256 for entry in libraries}) != len(libraries):
         raise FormatError("manifest names a library segment twice")
+    commits = body.get(COMMITS)
+    marks = tuple(mark for mark in commits if isinstance(mark, str)) if isinstance(commits, list) else ()
     return Manifest(body["generation"], identity, body["block"], body["quality"], body["dedup"],
-                    libraries, tuple(sessions))  # fmt: skip
+                    libraries, tuple(sessions), marks)  # fmt: skip
 
 
 def _file(entry: Any, pattern: re.Pattern[str], extra: set[str]) -> dict[str, Any]:

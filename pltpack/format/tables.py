@@ -5,8 +5,8 @@ Byte layouts: spec/format.md, "Unit index", "Mapping table", "Trie tables".
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -172,7 +172,9 @@ def read_nodes(container: Container, units: np.ndarray, layers: int, libraries: 
     return nodes
 
 
-def _check_tiling(units: np.ndarray, owner: np.ndarray, lengths: np.ndarray, layers: int, path: Path) -> None:
+def _check_tiling(
+    units: np.ndarray, owner: np.ndarray, lengths: np.ndarray, layers: int, path: os.PathLike[str]
+) -> None:
     """Units of a node: layer by layer, each layer's in token order, covering the node's tokens exactly."""
     if not len(units):
         return
@@ -194,7 +196,7 @@ def _check_tiling(units: np.ndarray, owner: np.ndarray, lengths: np.ndarray, lay
         raise FormatError(f"unit {int(np.argmax(bad))} does not fit its trie node", path)
 
 
-def metadata_list(metadata: dict[str, str], key: str, path: Path) -> list[object]:
+def metadata_list(metadata: dict[str, str], key: str, path: os.PathLike[str]) -> list[object]:
     """A metadata value that is a JSON list.
 
     Raises

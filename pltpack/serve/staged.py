@@ -143,4 +143,4 @@ def ranges(units: Sequence[tuple[Segment, np.void]]) -> Iterator[tuple[StagedCon
 def advise(parts: Sequence[tuple[StagedContainer, int, int]]) -> None:
     """Tell the system that these bytes are about to be read."""
     for container, begin, end in parts:
-        container.will_need(begin, end - begin)
+        container.will_need([(begin, end)])
