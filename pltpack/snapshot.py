@@ -193,8 +193,8 @@ class Identity:
             mine, theirs = getattr(self, name), getattr(known, name)
             if name == "layers" and mine and theirs:
                 values[name] = mine = _with_windows(mine, theirs)
-                theirs = tuple(dataclasses.replace(layer, dtype=mine[0].dtype) for layer in theirs)
-                mine = tuple(dataclasses.replace(layer, dtype=mine[0].dtype) for layer in mine)
+                mine, theirs = ([dataclasses.replace(layer, dtype="") for layer in layers]
+                                for layers in (mine, _with_windows(theirs, mine)))  # fmt: skip
             elif name == "rope" and mine and theirs:
                 # A dump may record a part of the parameters only; the style is the engine's, not the model's.
                 values[name] = {**theirs, **mine}

@@ -243,9 +243,9 @@ def _check_profile(of: Identity | None, snapshot: Snapshot) -> None:
         return
     layers = of.layers
     if len(layers) == len(snapshot.identity.layers):
-        # Attention windows do not matter to what is stored.
+        # Attention windows do not matter to what is stored, nor the dtype to what was learnt of the values.
         pairs = zip(layers, snapshot.identity.layers, strict=True)
-        layers = tuple(dataclasses.replace(mine, window=theirs.window) for mine, theirs in pairs)
+        layers = tuple(dataclasses.replace(mine, window=theirs.window, dtype=theirs.dtype) for mine, theirs in pairs)
     asked = dataclasses.replace(of, model=None, salt=snapshot.identity.salt, layers=layers)
     snapshot.identity.require_loadable(asked, PROFILE_FIELDS, snapshot.origin)
 

@@ -21,7 +21,7 @@ from pltpack.dumps.base import DumpFormat, Option
 from pltpack.dumps.llama_cpp_file import SEQUENCE, SESSION, Rows, StateFile, Stream, read_state
 from pltpack.dumps.llama_cpp_rows import SequenceSource
 from pltpack.dumps.llama_cpp_write import Target, write_state
-from pltpack.dumps.rope_style import STYLES, UNRECORDED, arch_rope, restyled, style_of
+from pltpack.dumps.rope_style import STYLES, UNRECORDED, arch_rope, in_half_style, restyled, style_of
 from pltpack.dumps.tokens import TokenLookup, token_ids
 from pltpack.errors import DumpError, UnsupportedError
 from pltpack.names import check_session
@@ -39,6 +39,8 @@ class LlamaCppFormat(DumpFormat):
         "arch": Option("architecture as GGUF names it (llama, qwen2, ...): tells how RoPE pairs channels"),
         "rope_style": Option("the same, told directly", STYLES),
         "head_dim": Option("channels of one head", writes=False),
+        "keys": Option("order of channels in which keys enter; half makes them those of other engines",
+                       ("stored", "half"), writes=False),
         "hadamard": Option("whether llama.cpp rotated a quantized cache", (*_YES_NO, "auto")),
         "quantized": Option("what a quantized cache enters as", ("values", "integers"), writes=False),
         "type": Option("type of the cache [default: the stored one]", tuple(ggml.TYPES.keys()), reads=False),
@@ -151,13 +153,18 @@ class LlamaCppFormat(DumpFormat):
         identity = Identity(rope=rope, keys="rotated", layers=layers)
         snapshot = Snapshot(session, ids, identity, source, os.fspath(path))
         if scheme is None:
-            return snapshot
+            return self._ordered(snapshot)
         described: dict[str, Any] = {"scheme": scheme}
         turned = self._hadamard(source)
         if turned is not None:
             described["hadamard"] = turned
         snapshot = dataclasses.replace(snapshot, identity=quantized.integer_identity(identity, described, "F16"))
-        return snapshot if self.chosen.get("quantized") == "integers" else quantized.as_values(snapshot)
+        if self.chosen.get("quantized") == "integers":
+            return snapshot
+        return self._ordered(quantized.as_values(snapshot))
+
+    def _ordered(self, snapshot: Snapshot) -> Snapshot:
+        return in_half_style(snapshot) if self.chosen.get("keys") == "half" else snapshot
 
     def _stored(self, state: StateFile, session: str, count: int) -> np.ndarray | None:
         lengths = [len(cells) for stream in state.streams for cells in stream.sequences.values()]
