@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pltpack_cli.identities import known_identity
+from pltpack_cli.identities import engine_options, known_identity
 from pltpack_cli.options import (
     FORMAT,
     IDENTITY_FIELDS,
@@ -49,8 +49,8 @@ def convert(
     from pltpack.archive.convert import convert as run
 
     with progress_bars() as progress:
-        files = run(source, output, to=to, to_options=to_options, target=known_identity(target, None),
-                    accept_unknown=accept_unknown, sessions=sessions or None, format=format_, tokens=tokens,
+        files = run(source, output, to=to, to_options=engine_options(to_options, to, target),
+                    target=known_identity(target, None), accept_unknown=accept_unknown, sessions=sessions or None, format=format_, tokens=tokens,
                     options=from_options, identity=known_identity(model, known), profile=profile,
                     progress=progress)  # fmt: skip
     if as_json:
@@ -86,8 +86,9 @@ def warm(
 
     if (session is None) == (prompt_tokens is None):
         raise click.UsageError("give either --session or --prompt-tokens")
-    result = warm_file(archive, engine, output, session=session, prompt=prompt_tokens, options=to_options,
-                       target=known_identity(target, None), accept_unknown=accept_unknown, salt=salt,
+    result = warm_file(archive, engine, output, session=session, prompt=prompt_tokens,
+                       options=engine_options(to_options, engine, target), target=known_identity(target, None),
+                       accept_unknown=accept_unknown, salt=salt,
                        profile=profile)  # fmt: skip
     if as_json:
         print_json(result)

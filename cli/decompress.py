@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pltpack_cli.identities import identity_file, known_identity
+from pltpack_cli.identities import engine_options, identity_file, known_identity
 from pltpack_cli.options import (
     FORMAT,
     IDENTITY_FIELDS,
@@ -48,7 +48,7 @@ def decompress(
 
     with progress_bars() as progress:
         files = pltpack.decompress(
-            archive, output, to=to, options=to_options, target=known_identity(target, None), sessions=sessions or None,
+            archive, output, to=to, options=engine_options(to_options, to, target), target=known_identity(target, None), sessions=sessions or None,
             layers=_layers(archive, layers), tokens=tokens, identity=identity_file(identity),
             accept_unknown=accept_unknown, profile=profile, device=device, progress=progress,
         )  # fmt: skip

@@ -37,6 +37,16 @@ def identity_file(file: Path | None) -> Identity | None:
         raise error.at(file) from None
 
 
+def engine_options(options: dict[str, str], engine: str, target: Path | None) -> dict[str, str]:
+    """Settings of the format to write, with the architecture of a GGUF file named by ``--for``."""
+    from pltpack.dumps.model_config import gguf_arch
+
+    if engine != "llama.cpp" or target is None or "arch" in options or "rope_style" in options:
+        return options
+    arch = gguf_arch(target)
+    return options if arch is None else {**options, "arch": arch}
+
+
 def known_identity(model: Path | None, identity: Path | None) -> Identity | None:
     """What ``--model`` and ``--identity`` say together; they must agree."""
     from pltpack.dumps.model_config import model_identity

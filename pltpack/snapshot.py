@@ -198,8 +198,12 @@ class Identity:
             elif name == "rope" and mine and theirs:
                 # A dump may record a part of the parameters only; the style is the engine's, not the model's.
                 values[name] = {**theirs, **mine}
+                if not values[name].get("permuted", True):
+                    del values[name]["permuted"]
                 mine = {**values[name], "style": mine.get("style", theirs.get("style"))}
                 theirs = {**mine, **theirs, "style": mine["style"]}
+                for rope in (mine, theirs):
+                    rope.pop("permuted", None)
             else:
                 values[name] = theirs if mine in (None, ()) else mine
             if mine not in (None, ()) and theirs not in (None, ()) and mine != theirs:

@@ -115,7 +115,7 @@ class LlamaCppFormat(DumpFormat):
                 return self._possible(snapshot, found, str(wanted))
         if "rope_style" in self.chosen:
             return self._possible(snapshot, found, self.chosen["rope_style"])
-        if rope is None or (found == "half" and rope.get("style") != "half"):
+        if found == "half":
             raise UnsupportedError(f"session {snapshot.session!r}: identity field 'rope.style' is half as far as is "
                                    "known, and llama.cpp may rotate this model interleaved: say arch=NAME as the GGUF "
                                    "file does, or rope_style=half or rope_style=interleaved")  # fmt: skip
@@ -137,8 +137,9 @@ class LlamaCppFormat(DumpFormat):
         if rope.get("style") == UNRECORDED:
             if "rope_style" in self.chosen:
                 rope = {"style": self.chosen["rope_style"]}
-            elif self.known is not None and self.known.rope is not None and "style" in self.known.rope:
-                rope = {}
+            elif self.known is not None and "permuted" in (self.known.rope or {}):
+                known = dict(self.known.rope or {})
+                rope = {name: known[name] for name in ("style", "permuted") if known.get(name)}
         return rope or None
 
     def _snapshot(

@@ -17,6 +17,8 @@ from pltpack.snapshot import Identity, LayerGeometry
 _MAX_CONFIG = 16 << 20
 #: What mlx-lm takes where the top level of a configuration gives no base, by type of model.
 _MLX_THETA = {"llama": 10000.0, "mistral": 10000.0}
+_HALF_STYLE = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
+               "smollm3"}  # fmt: skip
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_ENTRIES = 1 << 16
 _MAX_STRING = 1 << 26
@@ -82,7 +84,7 @@ def mlx_rope(model: str | None, dim: int) -> dict[str, Any] | None:
     theta = config.get("rope_theta", _MLX_THETA.get(str(config.get("model_type"))))
     if not _number(theta) or config.get("rope_scaling") or config.get("partial_rotary_factor", 1) != 1:
         return None
-    return {"type": "default", "theta": float(theta), "dim": dim}
+    return {"type": "default", "theta": float(theta), "dim": dim, "style": "half"}
 
 
 def _of_config(path: Path, config: Mapping[str, Any]) -> Identity:
@@ -96,8 +98,10 @@ def _of_config(path: Path, config: Mapping[str, Any]) -> Identity:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
-    known = {"type": "default", "theta": float(theta), "dim": dim} if _number(theta) and kind == "default" and \
-        share == 1 and isinstance(dim, int) else None  # fmt: skip
+    plain = _number(theta) and kind == "default" and share == 1 and isinstance(dim, int)
+    # Whether a model of another type pairs neighbours, only running it would tell.
+    style = {"style": "half"} if config.get("model_type") in _HALF_STYLE else {}
+    known = {"type": "default", "theta": float(theta), "dim": dim, **style} if plain else None
     return Identity(path.resolve().name, rope=known, keys="rotated", layers=_layers(count, heads, dim, dim))
 
 
@@ -128,11 +132,23 @@ def _of_gguf(path: Path) -> Identity:
     layers = _layers(get("block_count"), heads, k_dim, v_dim)
     theta = get("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {**arch_rope(arch), "dim": get("rope.dimension_count", k_dim)}
-    rope.setdefault("style", "half")
+    # Said even where it is false: a GGUF file settles how llama.cpp pairs channels, a transformers folder does not.
+    rope.setdefault("permuted", False)
     if _number(theta) and get("rope.scaling.type", "none") == "none":
         rope |= {"type": "default", "theta": round(float(theta), 3)}
     name = found.get("general.name")
     return Identity(name if isinstance(name, str) and name else path.stem, rope=rope, keys="rotated", layers=layers)
+
+
+def gguf_arch(path: Path) -> str | None:
+    """The architecture that a GGUF file names; None for anything else."""
+    if not path.is_file():
+        return None
+    try:
+        found = read_gguf(path).get("general.architecture")
+    except (PltpackError, OSError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def read_gguf(path: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def arch_rope(arch: str) -> dict[str, Any]:
         return {"style": "interleaved", "permuted": True}
     if arch in INTERLEAVED:
         return {"style": "interleaved"}
-    return {} if arch in HALF else {"style": UNRECORDED}
+    return {"style": "half" if arch in HALF else UNRECORDED}
 
 
 def style_of(rope: Mapping[str, Any] | None) -> str:
@@ -64,11 +64,9 @@ def restyled(snapshot: Snapshot, style: str) -> Snapshot:
         if layer.k_dim % 2 or rope.get("dim", layer.k_dim) != layer.k_dim:
             raise UnsupportedError(f"identity field 'rope.style' cannot become {style!r}: layer {index} rotates "
                                    f"{rope.get('dim')} of {layer.k_dim} channels")  # fmt: skip
-    rope.pop("style", None)
     rope.pop("permuted", None)
-    if style == "interleaved":
-        rope |= {"style": style, "permuted": True}
-    identity = dataclasses.replace(snapshot.identity, rope=rope or None)
+    rope |= {"style": style, **({"permuted": True} if style == "interleaved" else {})}
+    identity = dataclasses.replace(snapshot.identity, rope=rope)
     return dataclasses.replace(snapshot, identity=identity, source=_Reordered(snapshot.source, style))
 
 
