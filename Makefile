@@ -10,8 +10,9 @@ FUZZ_SECONDS ?= 600
 KILLS ?= 200
 DUMPS ?= .cache/sessions/dumps
 GIGABYTES ?= 4
+ENGINES ?=
 
-.PHONY: help venv demo demo-quality test lint typecheck pytest model fuzz crash bench clean
+.PHONY: help venv demo demo-quality test lint typecheck pytest model fuzz crash bench engines clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +22,7 @@ help:
 	@echo "make lint          ruff       make typecheck   mypy       make pytest   the test suite alone"
 	@echo "make fuzz crash    long searches for crashes (FUZZ_SECONDS=$(FUZZ_SECONDS), KILLS=$(KILLS))"
 	@echo "make bench         speed and peak memory on this machine (DUMPS=$(DUMPS), GIGABYTES=$(GIGABYTES))"
+	@echo "make engines       real engines, cold and warm, in environments of their own (ENGINES=$(ENGINES))"
 	@echo "make model         SmolLM2-135M-Instruct in .cache/smollm2"
 	@echo "make clean         remove caches and .venv"
 
@@ -70,6 +72,10 @@ bench: $(CORE)
 		unpack(Path("fixtures/sessions.tar.zst"), Path(".cache/sessions"))'
 	$(BIN)/python benchmarks/speed.py $(DUMPS)
 	$(BIN)/python benchmarks/memory.py --gigabytes $(GIGABYTES)
+
+# ENGINES="--engine mlx --profile FILE": see benchmarks/engines.py. Building llama.cpp takes 10 to 30 minutes.
+engines: $(DEV)
+	$(BIN)/python -m benchmarks.engines $(ENGINES)
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

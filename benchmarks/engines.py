@@ -146,7 +146,7 @@ def run_file_engine(name: str, engine: FileEngine, options: Options) -> dict[str
 def _warm_file(archive: Path, name: str, file: Path, session: str, engine: FileEngine, options: Options) -> None:
     from pltpack.serve.engine_file import warm_file
 
-    write = {**engine.write, "type": engine.dtype.upper()} if name == "llama.cpp" else engine.write
+    write = {**engine.write, "type": engine.dtype} if name == "llama.cpp" else engine.write
     warm_file(archive, engine.format, file, session=session, options=write, target=_target(name, options))
 
 
@@ -236,6 +236,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--dumps", type=Path, help="dumps whose tokens the prompts are made of")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     given = dict(pair.split("=", 1) for pair in args.python)
     dumps = args.dumps or ROOT / ".cache" / "sessions" / "dumps"
@@ -247,7 +248,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             gguf = args.gguf or ensure_gguf(ROOT / ".cache" / "gguf")
             python = sys.executable if engine is None else ensure_python(name, engine, given)
-            options = Options(prompts(dumps, args.sessions), folder, gguf, args.profile, python, Path(work))
+            options = Options(prompts(dumps, args.sessions), folder, gguf, args.profile, python, Path(work),
+                              threads=args.threads)  # fmt: skip
             run = importlib.import_module("benchmarks." + module_name(name)).run if engine is None else None
             found = run(options) if run is not None else run_file_engine(name, engine, options)  # type: ignore[arg-type]
         print(json.dumps({"engine": name, **found}), flush=True)

@@ -52,6 +52,16 @@ class Dumps:
         for dump_format, suffix in (("safetensors", ".safetensors"), ("hdf5", ".h5")):
             written = pltpack.write_dump(snapshots(), folder / f"dump-{dump_format}", dump_format)
             self.files[dump_format] = (written[0].read_bytes(), suffix)
+        plain = [dataclasses.replace(s, identity=dataclasses.replace(s.identity, salt=None)) for s in snapshots()]
+        for name, dump_format, options in (
+            ("llama.cpp", "llama.cpp", {"arch": "llama", "type": "f16", "token_list": "packed"}),
+            ("llama.cpp-transposed", "llama.cpp", {"arch": "llama", "v_trans": "yes", "kind": "session"}),
+            ("mlx", "mlx", {}),
+            ("mlx-sliced", "mlx", {"layout": "sliced"}),
+        ):
+            (written, *_) = pltpack.write_dump(plain, folder / f"dump-{name}", dump_format, options)
+            self.files[name] = (written.read_bytes(), written.suffix)
+        self.ids = {s.session: s.tokens.tolist() for s in snapshots()} | {"dump": snapshots()[0].tokens.tolist()}
 
     def case(self, dump_format: str) -> Case:
         """Mutations of a dump file of one format, read under its name and by sniffing."""
@@ -61,7 +71,11 @@ class Dumps:
             path = work / f"dump{suffix}"
             path.write_bytes(mutate(data, rng))
             forced = rng.random() < 0.5
-            for snapshot in pltpack.open_dumps([path], format=dump_format if forced else None):
+            engine = dump_format.partition("-")[0]
+            if engine == "mlx":
+                (work / f"dump{suffix}.tokens.json").write_text(json.dumps(self.ids["dump"]))
+            options = {"arch": "llama", "head_dim": "16"} if engine == "llama.cpp" else {}
+            for snapshot in pltpack.open_dumps([path], format=engine if forced else None, options=options):
                 for layer in range(len(snapshot.identity.layers)):
                     snapshot.layer(layer)
 
@@ -149,6 +163,10 @@ def targets(folder: Path) -> dict[str, Case]:
         "session-file": archives.session_file,
         "safetensors": dumps.case("safetensors"),
         "hdf5": dumps.case("hdf5"),
+        "llama.cpp": dumps.case("llama.cpp"),
+        "llama.cpp-transposed": dumps.case("llama.cpp-transposed"),
+        "mlx": dumps.case("mlx"),
+        "mlx-sliced": dumps.case("mlx-sliced"),
         "transform": transform.payload,
         "profile": transform.profile,
         "profile-file": transform.file,

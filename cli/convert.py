@@ -50,7 +50,8 @@ def convert(
 
     with progress_bars() as progress:
         files = run(source, output, to=to, to_options=engine_options(to_options, to, target),
-                    target=known_identity(target, None), accept_unknown=accept_unknown, sessions=sessions or None, format=format_, tokens=tokens,
+                    target=known_identity(target, None), accept_unknown=accept_unknown,
+                    sessions=sessions or None, format=format_, tokens=tokens,
                     options=from_options, identity=known_identity(model, known), profile=profile,
                     progress=progress)  # fmt: skip
     if as_json:

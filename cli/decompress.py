@@ -48,9 +48,10 @@ def decompress(
 
     with progress_bars() as progress:
         files = pltpack.decompress(
-            archive, output, to=to, options=engine_options(to_options, to, target), target=known_identity(target, None), sessions=sessions or None,
-            layers=_layers(archive, layers), tokens=tokens, identity=identity_file(identity),
-            accept_unknown=accept_unknown, profile=profile, device=device, progress=progress,
+            archive, output, to=to, options=engine_options(to_options, to, target),
+            target=known_identity(target, None), sessions=sessions or None, layers=_layers(archive, layers),
+            tokens=tokens, identity=identity_file(identity), accept_unknown=accept_unknown, profile=profile,
+            device=device, progress=progress,
         )  # fmt: skip
     if as_json:
         print_json({"output": output, "format": to, "files": files})

@@ -198,8 +198,8 @@ class Identity:
             elif name == "rope" and mine and theirs:
                 # A dump may record a part of the parameters only; the style is the engine's, not the model's.
                 values[name] = {**theirs, **mine}
-                if not values[name].get("permuted", True):
-                    del values[name]["permuted"]
+                if not values[name].get("permuted", True) or ("style" in mine and "permuted" not in mine):
+                    values[name].pop("permuted", None)
                 mine = {**values[name], "style": mine.get("style", theirs.get("style"))}
                 theirs = {**mine, **theirs, "style": mine["style"]}
                 for rope in (mine, theirs):

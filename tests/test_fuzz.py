@@ -15,8 +15,8 @@ def cases(tmp_path_factory):
 
 
 NAMES = [
-    "manifest", "manifest-deep", "container", "container-deep", "session-file", "safetensors", "hdf5", "transform",
-    "profile", "profile-file",
+    "manifest", "manifest-deep", "container", "container-deep", "session-file", "safetensors", "hdf5", "llama.cpp",
+    "llama.cpp-transposed", "mlx", "mlx-sliced", "transform", "profile", "profile-file",
 ]  # fmt: skip
 
 

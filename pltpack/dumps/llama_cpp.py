@@ -29,6 +29,8 @@ from pltpack.snapshot import Identity, LayerGeometry, Snapshot
 
 _SAMPLED = 256
 _YES_NO = ("yes", "no")
+# As llama.cpp's own options spell them.
+_TYPES = {name.lower(): name for name in ggml.TYPES}
 
 
 class LlamaCppFormat(DumpFormat):
@@ -43,7 +45,7 @@ class LlamaCppFormat(DumpFormat):
                        ("stored", "half"), writes=False),
         "hadamard": Option("whether llama.cpp rotated a quantized cache", (*_YES_NO, "auto")),
         "quantized": Option("what a quantized cache enters as", ("values", "integers"), writes=False),
-        "type": Option("type of the cache [default: the stored one]", tuple(ggml.TYPES.keys()), reads=False),
+        "type": Option("type of the cache [default: the stored one]", tuple(_TYPES), reads=False),
         "v_trans": Option("whether values are transposed, as without flash attention", _YES_NO, reads=False),
         "kind": Option("a sequence file or a session file", ("sequence", "session"), reads=False),
         "version": Option("2 or 3 for a sequence, 9 or 10 for a session", ("2", "3", "9", "10"), reads=False),
@@ -98,7 +100,7 @@ class LlamaCppFormat(DumpFormat):
         if not number.isascii() or not number.isdigit() or int(number) >= 1 << 31:
             raise UnsupportedError(f"seq_id {number!r} is no number of a sequence")
         return Target(
-            SESSION if session else SEQUENCE, version, arch if session else None, chosen.get("type"),
+            SESSION if session else SEQUENCE, version, arch if session else None, _TYPES.get(chosen.get("type", "")),
             chosen.get("v_trans") == "yes", chosen.get("token_list") == "packed", int(number),
             chosen.get("hadamard") != "no",
         )  # fmt: skip

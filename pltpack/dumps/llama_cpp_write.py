@@ -88,7 +88,7 @@ class _Layout:
             kind = types.pop()
         if kind not in ggml.TYPES:
             raise UnsupportedError(f"llama.cpp has no cache of dtype {kind}: say type=NAME "
-                                   f"({', '.join(ggml.TYPES)})")  # fmt: skip
+                                   f"({', '.join(ggml.TYPES).lower()})")  # fmt: skip
         if kind in ggml.INTEGERS:
             if target.transposed:
                 raise UnsupportedError(f"values of type {kind} cannot be transposed")
