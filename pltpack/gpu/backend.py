@@ -9,7 +9,9 @@ what is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from pltpack.codec.turboquant import TurboQuantCodec
 from pltpack.errors import UnsupportedError
 from pltpack.gpu import device
 from pltpack.gpu.jobs import Job, UnitDecoder
+from pltpack.gpu.lanes import Lanes
 from pltpack.gpu.place import Pages
 from pltpack.snapshot import DTYPES, LayerGeometry
 
@@ -102,7 +105,7 @@ class CpuBackend:
 
 
 class CudaBackend:
-    """Decodes with kernels; buffers are CuPy arrays. Calls from several threads wait for each other.
+    """Decodes with kernels; buffers are CuPy arrays, of one decode stream and one copy stream for all threads.
 
     Parameters
     ----------
@@ -117,25 +120,50 @@ class CudaBackend:
 
     def __init__(self, number: int = 0) -> None:
         device.require()
-        if not device.is_simulated():
-            count = device.arrays().cuda.runtime.getDeviceCount()
-            if not 0 <= number < count:
-                raise UnsupportedError(f"there is no CUDA device {number}, only {count}")
+        count = 1 if device.is_simulated() else device.arrays().cuda.runtime.getDeviceCount()
+        if not 0 <= number < count:
+            raise UnsupportedError(f"there is no CUDA device {number}, only {count}")
         self.name = f"cuda:{number}"
         self._number = number
         self._decoders: dict[int, tuple[Codec, UnitDecoder | None]] = {}
         self._encoders: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._lock, self._started = threading.RLock(), threading.RLock()
+        # What the simulator's device has room for; a real one knows by itself.
+        self.limit: int | None = None
+        self.live_bytes = 0
+        self.lanes = Lanes(number)
 
     def buffer(self, elements: int, dtype: str) -> Any:
-        """See `Backend.buffer`."""
-        with device.use(self._number):
-            return device.arrays().zeros(elements, _word(dtype))
+        """See `Backend.buffer`.
+
+        Raises
+        ------
+        MemoryError
+            If the device has no room.
+        """
+        size = elements * _word(dtype).itemsize
+        if self.limit is not None and self.live_bytes + size > self.limit:
+            raise MemoryError(f"the device has no room for {size} bytes more")
+        with self.lanes:
+            found = device.arrays().zeros(elements, _word(dtype))
+        self._book(size)
+        weakref.finalize(found, self._book, -size).atexit = False
+        return found
+
+    def put(self, array: np.ndarray) -> Any:
+        """A copy of a host array on the device."""
+        with self.lanes:
+            return device.put(array)
+
+    def _book(self, size: int) -> None:
+        with self._started:
+            self.live_bytes += size
 
     def decode_units(self, codec: Codec, jobs: Sequence[Job]) -> None:
         """See `Backend.decode_units`."""
         _check_places(jobs)
-        with self._lock, device.use(self._number):
+        # The simulator runs one kernel at a time; on a device, threads share a stream.
+        with self._lock if device.is_simulated() else contextlib.nullcontext(), self.lanes:
             decoder = self._decoder(codec)
             plain: list[int] = []
             if decoder is not None:
@@ -150,7 +178,7 @@ class CudaBackend:
     def encode_units(self, codec: Codec, jobs: Sequence[EncodeJob]) -> list[bytes]:
         """See `Backend.encode_units`."""
         found: list[bytes | None] = [None] * len(jobs)
-        with self._lock, device.use(self._number):
+        with self._lock, self.lanes:
             encoder = self._encoder(codec)
             if encoder is not None and jobs:
                 found = encoder.encode(jobs)
@@ -165,7 +193,7 @@ class CudaBackend:
     ) -> bytes:  # fmt: skip
         """See `Backend.encode_span`."""
         if reference is None and isinstance(prepared, TransformCodec):
-            with self._lock, device.use(self._number):
+            with self._lock, self.lanes:
                 encoder = self._encoder(codec)
                 found = None if encoder is None else encoder.encode_span(prepared, unit, arrays)
             if found is not None:
@@ -174,14 +202,15 @@ class CudaBackend:
 
     def to_host(self, words: Any) -> np.ndarray:
         """See `Backend.to_host`."""
-        with device.use(self._number):
+        with self.lanes:
             return device.get(words)
 
     def _decoder(self, codec: Codec) -> UnitDecoder | None:
         # The codec is kept beside its decoder, so that no other one gets its identity.
-        if id(codec) not in self._decoders:
-            self._decoders[id(codec)] = codec, decoder_of(codec)
-        return self._decoders[id(codec)][1]
+        with self._started:
+            if id(codec) not in self._decoders:
+                self._decoders[id(codec)] = codec, decoder_of(codec)
+            return self._decoders[id(codec)][1]
 
     def _encoder(self, codec: Codec) -> Any:
         if id(codec) not in self._encoders:

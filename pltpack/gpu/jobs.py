@@ -10,6 +10,7 @@ import numpy as np
 
 from pltpack.codec.base import EncodeJob, KeyValue, Unit
 from pltpack.gpu import device
+from pltpack.gpu.lanes import current
 from pltpack.gpu.place import Pages
 from pltpack.snapshot import LayerGeometry
 
@@ -61,12 +62,14 @@ class Staged:
         sizes = [len(payload) for payload in payloads]
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         # Kernels look at whole words: eight bytes more than there are.
-        self.host = device.staging(int(self.offsets[-1]) + 8)
+        lanes = current()
+        size = int(self.offsets[-1]) + 8
+        self.host = device.staging(size) if lanes is None else lanes.buffer(size)
         for payload, at in zip(payloads, self.offsets.tolist(), strict=False):
             self.host[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
         self.host[self.offsets[-1] :] = 0
         device.mark("read payloads")
-        self.data = device.put(self.host)
+        self.data = device.put(self.host) if lanes is None else lanes.upload(self.host)
         device.mark("copy to device")
 
 

@@ -34,6 +34,9 @@ class Tensors:
         Room behind the loaded tokens.
     """
 
+    #: Of the tensors.
+    device: str = "cpu"
+
     def __init__(self, dtype: torch.dtype | None = None, spare: int = 0) -> None:
         self._dtype, self._spare = dtype, spare
 
@@ -47,12 +50,20 @@ class Tensors:
         for index, layer in enumerate(layers):
             dtype = self._dtype or torch_dtype(layer.dtype)
             shape = 1, layer.heads, tokens + self._spare
-            pair = torch.empty(*shape, layer.k_dim, dtype=dtype), torch.empty(*shape, layer.v_dim, dtype=dtype)
-            keys, values = (as_array(tensor)[0, :, :tokens] for tensor in pair)
-            check_dtype(keys.dtype, layer.dtype, f"the cache's values of layer {index}")
+            keys_, values_ = (torch.empty(*shape, dim, dtype=dtype, device=self.device)
+                              for dim in (layer.k_dim, layer.v_dim))  # fmt: skip
+            pair = keys_, values_
+            keys, values = (self._as_array(tensor)[0, :, :tokens] for tensor in pair)
+            self._check_dtype(keys, layer.dtype, f"the cache's values of layer {index}")
             self._pairs.append(pair)
             self._views.append((keys, values))
         self._names = [layer.dtype for layer in layers]
+
+    def _as_array(self, tensor: torch.Tensor) -> Any:
+        return as_array(tensor)
+
+    def _check_dtype(self, array: Any, stored: str, what: str) -> None:
+        check_dtype(array.dtype, stored, what)
 
     def room(self, layers: range, start: int, stop: int) -> Sequence[KeyValue] | None:
         """See `Destination.room`."""

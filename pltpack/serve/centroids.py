@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -22,10 +22,12 @@ class Centroids:
     ----------
     budget : int
         Most bytes to keep besides pinned centroids.
+    decode : callable, optional
+        Decodes a unit, to where the centroids are kept; to arrays on the host by default.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, decode: Callable[[Segment, np.void], list[KeyValue]] | None = None) -> None:
+        self.budget, self._decode = budget, decode or Segment.decode_span
         self._lock = threading.Lock()
         self._units: OrderedDict[Key, dict[int, list[KeyValue]]] = OrderedDict()
         self._sizes: dict[Key, int] = {}
@@ -54,7 +56,7 @@ class Centroids:
                 self._hits += 1
                 self._units.move_to_end(key)
                 return kept
-        found = segment.decode_span(record)
+        found = self._decode(segment, record)
         size = sum(keys.nbytes + values.nbytes for keys, values in found)
         with self._lock:
             self._decoded += 1

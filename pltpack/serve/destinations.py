@@ -84,12 +84,15 @@ class Contiguous:
 
     def __init__(self, keys: Any, values: Any) -> None:
         self._given = keys, values
-        self._keys = [as_array(keys[index]) for index in range(len(keys))]
-        self._values = [as_array(values[index]) for index in range(len(values))]
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
 
     def begin(self, layers: Sequence[LayerGeometry], tokens: int) -> None:
         """See `Destination.begin`."""
         self._tokens = tokens
+        # Not before: it may be that a loader wants arrays on a device.
+        keys, values = self._given
+        self._keys, self._values = ([self._as_array(part[i]) for i in range(len(part))] for part in (keys, values))
         for name, arrays, dims in (("keys", self._keys, [layer.k_dim for layer in layers]),
                                    ("values", self._values, [layer.v_dim for layer in layers])):  # fmt: skip
             if len(arrays) != len(layers):
@@ -99,7 +102,13 @@ class Contiguous:
                 if len(shape) != 3 or (shape[0], shape[2]) != (layer.heads, dim) or shape[1] < tokens:
                     raise UnsupportedError(f"destination's {name} of layer {index} are {list(shape)}, not "
                                            f"[{layer.heads}, {tokens} or more, {dim}]")  # fmt: skip
-                check_dtype(array.dtype, layer.dtype, f"destination's {name} of layer {index}")
+                self._check_dtype(array, layer.dtype, f"destination's {name} of layer {index}")
+
+    def _as_array(self, tensor: Any) -> Any:
+        return as_array(tensor)
+
+    def _check_dtype(self, array: Any, stored: str, what: str) -> None:
+        check_dtype(array.dtype, stored, what)
 
     def room(self, layers: range, start: int, stop: int) -> Sequence[KeyValue] | None:
         """See `Destination.room`."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pltpack.archive.backends import backend_of
 from pltpack.archive.shard import Shard
 from pltpack.errors import FormatError, PltpackError, UnsupportedError
 from pltpack.format.container import GoneError
@@ -24,6 +25,8 @@ from pltpack.snapshot import Identity
 
 if TYPE_CHECKING:
     from pltpack.archive.reader import Archive
+    from pltpack.gpu.backend import Backend
+    from pltpack.serve.on_device import DeviceStages
 
 #: Share of the memory given that decoded centroids may take.
 CENTROID_SHARE = 0.8
@@ -38,11 +41,11 @@ class Loader:
     ----------
     archive : Archive
     device : str
-        ``cpu``; ``auto`` means that here.
+        Where values are decoded and go to: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for CUDA where there is a device.
     depth : int
         Units in flight while one is consumed: 3, or 5 to 7 for large models; at least 1.
     memory : int
-        Bytes; 80 % of them for decoded library centroids.
+        Bytes, of the device where there is one; 80 % of them for decoded library centroids.
     workers : int, optional
         Threads that decode; as many as there are cores by default.
     identity : Identity, optional
@@ -62,7 +65,7 @@ class Loader:
     IdentityError
         Naming the field in which the archive differs.
     UnsupportedError
-        If a setting is out of range, or the device is not one that this version streams to.
+        If a setting is out of range, or the device is not known or cannot be used here.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Loader:
         read_bytes_per_second: float | None = None,
         mapped: bool = False,
     ) -> None:
-        _check_device(device)
+        backend = backend_of(device)
         workers = (os.cpu_count() or 1) if workers is None else workers
         if not (1 <= depth <= MAX_DEPTH and workers >= 1 and memory >= 0):
             raise UnsupportedError(f"a loader takes a depth of 1 to {MAX_DEPTH}, at least one worker, and memory")
@@ -88,7 +91,8 @@ class Loader:
         self.archive, self.salt = archive, None if identity is None else identity.salt
         self._depth, self._workers, self._timeout = depth, workers, timeout
         self._reads = Reads(read_bytes_per_second, mapped)
-        self._centroids = Centroids(int(memory * CENTROID_SHARE))
+        self._device = None if backend is None else _stages(backend, int(memory * CENTROID_SHARE))
+        self._centroids = Centroids(int(memory * CENTROID_SHARE)) if self._device is None else self._device.centroids
         # Garbage collection may end a stream, and so a load, in the middle of anything.
         self._misses, self._lock = Misses(), threading.RLock()
         self._index: PrefixIndex | None = None
@@ -138,11 +142,11 @@ class Loader:
         if shard is None or hit.generation != index.generation or hit.tokens > len(shard.tokens):
             stale = FormatError("the archive has changed since the look-up", self.archive.path)
             raise self._misses.add(hit.session, "stale", stale)
-        destination = _destination(into)
+        destination = _destination(into, self._device)
         limit = self._timeout if timeout is None else timeout
         try:
             destination.begin(self.archive.identity.layers, hit.tokens)
-            job = Job(shard, hit.tokens, destination)
+            job = Job(shard, hit.tokens, destination, self._device)
             work = Work(job, self._depth, self._workers, limit, functools.partial(self._report, hit))
         except UnsupportedError:
             raise
@@ -203,7 +207,9 @@ class Loader:
         manifest, sources = self.archive.manifest, dict[str, Shard]()
         copies = {library.entry.head_sha256: staged(library, self._reads) for library in self.archive.libraries}
         for library in copies.values():
-            library.decoded = library.resident = self._centroids
+            library.resident = self._centroids
+            if self._device is None:
+                library.decoded = self._centroids
         for entry in manifest.sessions:
             if entry.salt != self.salt or entry.session in self._bad:
                 continue
@@ -246,6 +252,8 @@ class Loader:
         for work in running:
             work.close()
         self._centroids.clear()
+        if self._device is not None:
+            self._device.backend.lanes.close()
         self._index = None
 
     def __enter__(self) -> Loader:
@@ -257,25 +265,28 @@ class Loader:
         self.close()
 
 
-def _check_device(device: str) -> None:
-    if device in ("cpu", "auto"):
-        return
-    if device.partition(":")[0] == "cuda":
-        # What is missing comes first: it is what can be mended.
-        from pltpack.gpu.device import require
+def _stages(backend: Backend, budget: int) -> DeviceStages:
+    from pltpack.gpu.backend import CudaBackend
+    from pltpack.serve.on_device import DeviceStages
 
-        require()
-    raise UnsupportedError(f"device {device!r}: this loader streams to the memory of the CPU (cpu or auto)")
+    assert isinstance(backend, CudaBackend)
+    return DeviceStages(backend, budget)
 
 
-def _destination(into: Any) -> Destination:
+def _destination(into: Any, stages: DeviceStages | None) -> Destination:
+    found: Destination
     if into is None:
-        return Fresh()
-    if isinstance(into, tuple):
-        return Contiguous(*into)
-    if hasattr(into, "layers") and not hasattr(into, "begin"):
+        found = Fresh()
+    elif isinstance(into, tuple):
+        found = Contiguous(*into)
+    elif hasattr(into, "layers") and not hasattr(into, "begin"):
         from pltpack.serve.cache import Filled
 
-        return Filled(into)
-    found: Destination = into
-    return found
+        found = Filled(into)
+    else:
+        found = into
+    if stages is None:
+        return found
+    from pltpack.serve.device_destinations import on_device
+
+    return on_device(found, stages.backend)

@@ -75,10 +75,10 @@ class Paged:
         given = self._arrays if "L" in self._axes else self._arrays[index]
         pair = given if "2" not in self._axes and "C" not in self._axes else (given, given)
         views = []
-        for half, (array, dim) in enumerate(zip(map(as_array, pair), (layer.k_dim, layer.v_dim), strict=True)):
+        for half, (array, dim) in enumerate(zip(map(self._as_array, pair), (layer.k_dim, layer.v_dim), strict=True)):
             if array.ndim != len(self._axes):
                 raise UnsupportedError(f"destination has {array.ndim} axes, its layout {self._axes} {len(self._axes)}")
-            check_dtype(array.dtype, layer.dtype, f"blocks of layer {index}")
+            self._check_dtype(array, layer.dtype, f"blocks of layer {index}")
             view, axes = array, self._axes
             for letter, at in (("2", half), ("L", index)):
                 if letter in axes:
@@ -103,6 +103,12 @@ class Paged:
             views.append(view)
         return views[0], views[1]
 
+    def _as_array(self, tensor: Any) -> Any:
+        return as_array(tensor)
+
+    def _check_dtype(self, array: Any, stored: str, what: str) -> None:
+        check_dtype(array.dtype, stored, what)
+
     def _split(self, view: np.ndarray, axes: str) -> tuple[np.ndarray, str]:
         """Slots as blocks and their tokens; slots behind the last whole block are left out."""
         at = axes.index("S")
@@ -111,7 +117,10 @@ class Paged:
         shape, strides = list(view.shape), list(view.strides)
         shape[at : at + 1] = [count, self._size]
         strides[at : at + 1] = [strides[at] * self._size, strides[at]]
-        return np.lib.stride_tricks.as_strided(view, shape, strides), axes.replace("S", "BN")
+        return self._strided(view, shape, strides), axes.replace("S", "BN")
+
+    def _strided(self, view: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+        return np.lib.stride_tricks.as_strided(view, shape, strides)
 
     def room(self, layers: range, start: int, stop: int) -> Sequence[KeyValue] | None:
         """See `Destination.room`: live blocks take checked values only."""

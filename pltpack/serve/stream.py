@@ -6,22 +6,23 @@ start of their reading until they are handed over: while unit t is consumed, t +
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pltpack.archive.decoding import decode_layers, one_buffer
 from pltpack.archive.segments import Segment
-from pltpack.archive.shard import Shard
 from pltpack.codec.base import KeyValue
 from pltpack.serve.channel import Channel
 from pltpack.serve.destinations import Destination
+from pltpack.serve.job import Job, LoadedLayer
 from pltpack.serve.layered import LayeredPiece, cut, is_layered
 from pltpack.serve.misses import Cancelled, MissError, TimedOut
 from pltpack.serve.plan import Piece, pieces_of, units_of
@@ -30,22 +31,6 @@ from pltpack.serve.timeline import Timeline
 from pltpack.snapshot import LayerGeometry
 
 Report = Callable[[BaseException, Sequence[int]], MissError]
-
-
-class LoadedLayer(NamedTuple):
-    """A layer that is ready: keys and values ``[H, T, D]`` where the destination has them so, else None."""
-
-    layer: int
-    keys: Any
-    values: Any
-
-
-class Job(NamedTuple):
-    """What is to be loaded, and where to."""
-
-    shard: Shard
-    tokens: int
-    destination: Destination
 
 
 class _Flight:
@@ -82,7 +67,7 @@ class Work:
         self._step_of = {layer: piece.step for piece in self._pieces for layer in piece.layers}
         steps = [list(group) for _, group in itertools.groupby(self._pieces, key=lambda piece: piece.step)]
         self._left = [len(step) for step in steps]
-        self._layered = [is_layered(job.shard, step) for step in steps]
+        self._layered = [job.device is None and is_layered(job.shard, step) for step in steps]
         self._begun: list[list[LayeredPiece]] = [[] for _ in steps]
         self._missing = set(range(layers))
         self._ready = [threading.Event() for _ in range(layers)]
@@ -205,6 +190,11 @@ class Work:
 
     def _decode(self, flight: _Flight) -> None:
         piece = flight.piece
+        if self._job.device is not None:
+            with holding(flight.parts):
+                flight.staged = self._job.device.decode(self._job.shard, piece)
+            flight.parts = ()
+            return
         out = self._job.destination.room(piece.layers, piece.start, piece.stop)
         if out is None:
             out = flight.staged = self._buffer(piece)
@@ -220,10 +210,14 @@ class Work:
         if flight.staged is None:
             return
         piece = flight.piece
-        for layer, (keys, values) in zip(piece.layers, flight.staged, strict=True):
-            if self._stop.is_set():
-                raise Cancelled("the load was cancelled")
-            self._job.destination.put(layer, piece.start, piece.stop, keys, values)
+        with contextlib.nullcontext() if self._job.device is None else self._job.device.scattering():
+            for layer, (keys, values) in zip(piece.layers, flight.staged, strict=True):
+                if self._stop.is_set():
+                    raise Cancelled("the load was cancelled")
+                self._job.destination.put(layer, piece.start, piece.stop, keys, values)
+        if self._job.device is not None:
+            flight.staged = None
+            return
         with self._lock:
             layers = self._job.shard.identity.layers[piece.layers.start : piece.layers.stop]
             self._buffers.setdefault((layers, piece.stop - piece.start), []).append(list(flight.staged))
