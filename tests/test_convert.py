@@ -1,0 +1,100 @@
+"""`convert`, `warm` and ``decompress --to``: from one engine to another, or a reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from cli_common import run
+from engines_common import GGUF, HALF, MODEL, TOKENS, unpacked
+
+import pltpack
+from pltpack.archive.convert import check_target, convert
+from pltpack.dumps.registry import open_dumps
+from pltpack.errors import IdentityError, NotFoundError
+from pltpack.serve.engine_file import warm_file
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model's folder as far as identities need it."""
+    folder = tmp_path / "smollm2"
+    folder.mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 30, "num_key_value_heads": 3, "num_attention_heads": 9,
+              "hidden_size": 576, "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_cache_of_one_engine_goes_to_another(tmp_path):
+    """llama.cpp's file as mlx-lm's: the values that mlx-lm itself computes, up to what 4-bit weights make of them."""
+    pltpack.compress([unpacked("llama-f16.bin", tmp_path)], tmp_path / "a", quality="lossless", identity=GGUF)
+    (file,) = convert(tmp_path / "a", tmp_path / "mlx", to="mlx", target=MODEL)
+    (tmp_path / "mlx" / f"{file.name}.tokens.json").write_text(json.dumps(TOKENS))
+    (ours,) = open_dumps(file)
+    (theirs,) = open_dumps(unpacked("mlx-padded-plain.safetensors", tmp_path))
+    for index in (0, 15, 29):
+        for a, b in zip(ours.layer(index), theirs.layer(index), strict=True):
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)
+    (back,) = convert(file, tmp_path / "back", to="llama.cpp", identity=MODEL, to_options={"arch": "llama"},
+                      target=GGUF)  # fmt: skip
+    assert back.read_bytes() == unpacked("llama-f16.bin", tmp_path).read_bytes()
+
+
+@pytest.mark.parametrize("field, change", [
+    ("rope", {"rope": {**HALF, "theta": 10000.0}}),
+    ("layers", {"layers": MODEL.layers[:29]}),
+    (r"layers\[0\]\.heads", {"layers": tuple(dataclasses.replace(layer, heads=9) for layer in MODEL.layers)}),
+])  # fmt: skip
+def test_another_model_is_refused(tmp_path, field, change):
+    file = unpacked("mlx-sliced-plain.safetensors", tmp_path)
+    with pytest.raises(IdentityError, match=f"identity field '{field}' differs"):
+        convert(file, tmp_path / "out", to="transformers", identity=MODEL, target=dataclasses.replace(MODEL, **change))
+    assert not (tmp_path / "out").exists()
+    check_target(MODEL, dataclasses.replace(GGUF, model="other"))
+    with pytest.raises(IdentityError, match="take it with --accept-unknown rope"):
+        check_target(dataclasses.replace(MODEL, rope=None), MODEL)
+
+
+def test_the_stored_prefix_of_a_prompt(tmp_path):
+    pltpack.compress([unpacked("llama-q8_0.bin", tmp_path)], tmp_path / "a", quality="lossless", identity=GGUF, block=4)
+    prompt = np.array([*TOKENS[:10], 1, 2, 3])
+    found = warm_file(tmp_path / "a", "llama.cpp", tmp_path / "warm.bin", prompt=prompt)
+    assert (found["tokens"], found["prompt_tokens"]) == (8, 13)
+    (ours,) = open_dumps(tmp_path / "warm.bin", identity=GGUF, options={"quantized": "integers"})
+    (whole,) = open_dumps(unpacked("llama-q8_0.bin", tmp_path), identity=GGUF, options={"quantized": "integers"})
+    assert ours.tokens.tolist() == TOKENS[:8]
+    for index in range(60):
+        for a, b in zip(ours.layer(index), whole.layer(index, 0, 8), strict=True):
+            assert a.tobytes() == b.tobytes()
+    # A prompt that is stored to its end leaves the engine its last token.
+    found = warm_file(tmp_path / "a", "llama.cpp", tmp_path / "warm.bin", prompt=np.array(TOKENS))
+    assert found["tokens"] == 11
+    with pytest.raises(NotFoundError, match="nothing of this prompt of 3 tokens is stored"):
+        warm_file(tmp_path / "a", "llama.cpp", tmp_path / "no.bin", prompt=np.array([9, 9, 9]))
+    assert not (tmp_path / "no.bin").exists()
+
+
+def test_from_the_command_line(tmp_path, model):
+    file = unpacked("llama-f16.bin", tmp_path)
+    arguments = ["--quality", "lossless", "--model", model, "--from-option", "arch=llama"]
+    assert run("compress", file, "-o", tmp_path / "a", *arguments).exit_code == 0
+    done = run("warm", tmp_path / "a", "--engine", "mlx", "--session", "llama-f16", "-o", tmp_path / "w.safetensors",
+               "--for", model, "--json")  # fmt: skip
+    assert done.exit_code == 0 and json.loads(done.stdout)["tokens"] == 12
+    done = run("convert", tmp_path / "a", tmp_path / "back", "--to", "llama.cpp")
+    assert done.exit_code == 0 and (tmp_path / "back" / "llama-f16.bin").read_bytes() == file.read_bytes()
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 10000.0
+    (model / "config.json").write_text(json.dumps(config))
+    archive, out = tmp_path / "a", tmp_path / "x"
+    for command in (["convert", archive, out, "--to", "mlx"], ["decompress", archive, "-o", out, "--to", "mlx"],
+                    ["warm", archive, "--engine", "mlx", "--session", "llama-f16", "-o", out]):  # fmt: skip
+        done = run(*command, "--for", model)
+        assert done.exit_code == 2 and "'rope' differs" in done.stderr
+        assert not out.exists()
+    done = run("convert", archive, out, "--to", "mlx", "--to-option", "colour=red")
+    assert done.exit_code == 2 and "has no option 'colour'" in done.stderr
