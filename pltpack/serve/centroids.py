@@ -27,7 +27,7 @@ class Centroids:
     """
 
     def __init__(self, budget: int, decode: Callable[[Segment, np.void], list[KeyValue]] | None = None) -> None:
-        self.budget, self._decode = budget, decode or Segment.decode_span
+        self.budget, self._decode = budget, decode or _on_host
         self._lock = threading.Lock()
         self._units: OrderedDict[Key, dict[int, list[KeyValue]]] = OrderedDict()
         self._sizes: dict[Key, int] = {}
@@ -129,6 +129,10 @@ def keys_of(segments: Sequence[Segment], runs: np.ndarray) -> list[Key]:
     """The centroids that mapping rows name; their library field indexes `segments`."""
     pairs = {(int(run["library"]), int(run["node"])) for run in runs}
     return [(segments[library].entry.head_sha256, node) for library, node in sorted(pairs)]
+
+
+def _on_host(segment: Segment, record: np.void) -> list[KeyValue]:
+    return segment.decode_span(record)
 
 
 def _key(segment: Segment, record: np.void) -> Key:
