@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,9 @@ def run(options: Any, dtype: str = "bfloat16") -> dict[str, Any]:
 
         stats = pltpack.compress([dumps], work / tier, quality=tier, block=BLOCK, **settings)
         found[tier] = {"ratio": stats["ratio"], **_warm(options, job, work / tier, prompts)}
+        print(json.dumps({tier: found[tier]}), file=sys.stderr, flush=True)
     found["damaged"] = _damaged(options, job, work, prompts)
+    print(json.dumps(found["damaged"]), file=sys.stderr, flush=True)
     found["refused"] = _refused(options, job, work, prompts)
     return found
 
@@ -88,12 +89,15 @@ def _warm(options: Any, job: dict[str, Any], archive: Path, prompts: dict[str, l
 
 
 def _damaged(options: Any, job: dict[str, Any], work: Path, prompts: dict[str, list[int]]) -> dict[str, Any]:
-    """Every shard with one bit flipped in its last unit: the prompts are computed, and answered as ever."""
+    """Every shard with one bit flipped in its last unit: a load fails, and the prompt is answered as ever."""
+    from pltpack.dumps.safetensors_header import read_header
+
     archive = work / "damaged"
     shutil.copytree(work / "lossless", archive)
     for shard in (archive / "shards").iterdir():
+        payload = read_header(shard).tensors["unit.payload"]
         data = bytearray(shard.read_bytes())
-        data[-9] ^= 1
+        data[payload.offset + payload.length - 1] ^= 1
         shard.write_bytes(bytes(data))
     ids = list(prompts.values())[:2]
     requests = [{"ids": ids[i], "tokens": NEW, **salt} for i in (0, 1) for salt in ({}, {"salt": "cold"})]
@@ -158,26 +162,26 @@ def worker() -> None:
     job = json.loads(file.read_text())
     llm = LLM(
         model=job["model"], dtype=job["dtype"], enforce_eager=True, max_model_len=2048, block_size=BLOCK,
-        max_num_batched_tokens=2048, max_num_seqs=4, enable_prefix_caching=False,
+        max_num_batched_tokens=2048, max_num_seqs=4, enable_prefix_caching=False, disable_log_stats=False,
         hf_overrides=job.get("overrides") or {}, kv_transfer_config=KVTransferConfig(**job["connector"]),
     )  # fmt: skip
 
-    def ask(request: dict[str, Any], count: int) -> tuple[Any, float]:
+    def ask(request: dict[str, Any], count: int) -> Any:
         prompt = {"prompt_token_ids": request["ids"]}
         if "salt" in request:
             prompt["cache_salt"] = request["salt"]
-        begin = time.perf_counter()
         (answer,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
                                  use_tqdm=False)  # fmt: skip
-        return answer, time.perf_counter() - begin
+        return answer
 
     ask({"ids": list(range(1000, 1060)), "salt": "cold"}, 2)
     results = []
     for request in job["requests"]:
-        first, seconds = ask(request, 1)
-        whole, _ = ask(request, request["tokens"])
-        tokens = list(whole.outputs[0].token_ids)
-        results.append({"seconds": seconds, "cached": first.num_cached_tokens, "tokens": tokens})
+        answer = ask(request, request["tokens"])
+        results.append({
+            "seconds": answer.metrics.first_token_latency, "cached": answer.num_cached_tokens,
+            "tokens": list(answer.outputs[0].token_ids),
+        })  # fmt: skip
     file.write_text(json.dumps(results))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -141,17 +142,15 @@ class FollowedArchive:
     def warm_up(self) -> None:
         """Open every shard and decode a block, so that the first request need not wait for that."""
         loader = self.loader()
-        if loader is None or not loader.archive.sessions:
+        if loader is None:
             return
-        hit = loader.lookup(loader.archive.shard(loader.archive.sessions[0]).tokens)
-        if hit:
-            # A damaged session is counted and left out, here as later.
-            try:
-                loader.load(hit.first(hit.block))
-            except PltpackError:
-                return
-        else:
-            loader.lookup(np.zeros(1, np.int32))
+        # Opens all shards; a damaged one is counted and left out, here as later.
+        loader.lookup(np.zeros(1, np.int32))
+        with contextlib.suppress(PltpackError):
+            for session in loader.archive.sessions[:1]:
+                hit = loader.lookup(loader.archive.shard(session).tokens)
+                if hit:
+                    loader.load(hit.first(hit.block))
 
     def close(self) -> None:
         """Close all; harmless when repeated."""
