@@ -69,6 +69,7 @@ ENGINES: dict[str, FileEngine | None] = {
                             "f16"),
     "mlx": FileEngine("mlx", ".safetensors", ("mlx==0.32.4", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2"), {}, {}, "F32"),
     "transformers": None,
+    "vllm": None,
 }  # fmt: skip
 
 
@@ -247,7 +248,7 @@ def main() -> None:
         engine = ENGINES[name]
         with tempfile.TemporaryDirectory() as work:
             gguf = args.gguf or ensure_gguf(ROOT / ".cache" / "gguf")
-            python = sys.executable if engine is None else ensure_python(name, engine, given)
+            python = given.get(name, sys.executable) if engine is None else ensure_python(name, engine, given)
             options = Options(prompts(dumps, args.sessions), folder, gguf, args.profile, python, Path(work),
                               threads=args.threads)  # fmt: skip
             run = importlib.import_module("benchmarks." + module_name(name)).run if engine is None else None

