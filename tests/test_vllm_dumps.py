@@ -62,7 +62,7 @@ def test_what_vllm_wrote_has_the_values_of_transformers(folder, packing):
     assert snapshot.source.packing == packing
     np.testing.assert_array_equal(snapshot.tokens, truth["token_ids"][:32])
     noise = 0.02 if folder == "bf16-amx" else 1e-4
-    for layer in (0, 3, 7):
+    for layer in (0, 3):
         for name, array in zip(("keys", "values"), snapshot.layer(layer), strict=True):
             wanted = truth[f"{name}_{layer}"]
             assert np.abs(array.astype(np.float32) - wanted).max() < noise * np.abs(wanted).max()
