@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,7 @@ from pltpack_cli.options import (
     dump_options,
     dumps_argument,
     json_option,
+    model_options,
     near_options,
     no_dedup_option,
     quiet_option,
@@ -45,6 +46,7 @@ _admitted = budget_option("Units that may go to the library; those that share mo
               help="Profile of the model, from pltpack calibrate; it goes into the archive.")  # fmt: skip
 @click.option("--external-profile", type=PATH, metavar="FILE",
               help="The same, but the archive only names it, and needs it to be read.")  # fmt: skip
+@model_options
 @target_options
 @no_dedup_option
 @near_options
@@ -58,7 +60,8 @@ _admitted = budget_option("Units that may go to the library; those that share mo
 @json_option
 def compress(
     dumps: tuple[Path, ...], output: Path, quality: str | None, profile: Path | None, external_profile: Path | None,
-    target_kl: float | None, target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool,
+    with_model: bool, predictor: str | None, target_kl: float | None, target_bits: float | None,
+    target_bytes: int | None, no_dedup: bool, no_near: bool,
     window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
     from_options: dict[str, str], model: Path | None, known: Path | None, device: str, guard: Guard | None,
     quiet: bool, as_json: bool,
@@ -72,12 +75,28 @@ def compress(
       lossless               bit-exact, for every dtype
       q4, q3, q2, q1         about 4 to 1 bits a value, finer for tokens that matter, first 4 exact
       turboquant-4, -3, -2   the per-vector baseline: random rotation, Lloyd-Max levels
+      recompute              token ids alone; --model makes the cache, here and to read it
+      lossless+model         bit-exact: what differs from a cheaper run of --model
 
     Exits with 3 and writes nothing if a tier's promise or a target cannot be kept; what is written takes at most 3 %
     more than --target-bits or --target-bytes.
     """
     import pltpack
 
+    if _needs_model(quality, model, with_model, predictor):
+        _refuse(profile=profile, external_profile=external_profile, target_kl=target_kl, target_bits=target_bits,
+                target_bytes=target_bytes, library_budget=library_budget, guard=guard)  # fmt: skip
+        from pltpack.quality import recompute
+
+        assert model is not None
+        with live_writing(f"pltpack compress → {output}", quiet or as_json) as progress:
+            stats = recompute.compress(
+                dumps, output, model, quality=str(quality), with_model=with_model, predictor=predictor, block=block,
+                format=format_, tokens=tokens, options=from_options, identity=known_identity(model, known),
+                progress=progress,
+            )  # fmt: skip
+        print_json(stats) if as_json else print_stats(stats, output)
+        return
     with live_writing(f"pltpack compress → {output}", quiet or as_json) as progress:
         stats = pltpack.compress(
             dumps, output, quality=quality, dedup=not no_dedup, block=block, format=format_, tokens=tokens,
@@ -95,6 +114,7 @@ def compress(
 @click.option("--quality", type=TIER, help="Quality tier of the new sessions. [default: the archive's own]")
 @click.option("--profile", type=PATH, metavar="FILE",
               help="Profile for the new sessions, or the one that the archive names. [default: the archive's own]")
+@model_options
 @target_options
 @no_dedup_option
 @near_options
@@ -108,7 +128,8 @@ def compress(
 @quiet_option
 @json_option
 def append(
-    archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, target_kl: float | None,
+    archive: Path, dumps: tuple[Path, ...], quality: str | None, profile: Path | None, with_model: bool,
+    predictor: str | None, target_kl: float | None,
     target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
     tau: float, library_budget: int | None, recompute_tokens: int | None, format_: str | None, tokens: Path | None,
     from_options: dict[str, str], model: Path | None, known: Path | None, guard: Guard | None, device: str,
@@ -117,6 +138,21 @@ def append(
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
 
+    with pltpack.open(archive) as opened:
+        tier = quality or opened.manifest.quality
+    if _needs_model(tier, model, with_model, predictor):
+        from pltpack.quality import recompute
+
+        _refuse(profile=profile, target_kl=target_kl, target_bits=target_bits, target_bytes=target_bytes,
+                library_budget=library_budget, recompute_tokens=recompute_tokens, guard=guard)  # fmt: skip
+        assert model is not None
+        with live_writing(f"pltpack append → {archive}", quiet or as_json) as progress:
+            stats = recompute.append(
+                archive, dumps, model, quality=tier, with_model=with_model, predictor=predictor, format=format_,
+                tokens=tokens, options=from_options, identity=known_identity(model, known), progress=progress,
+            )  # fmt: skip
+        print_json(stats) if as_json else print_stats(stats, archive)
+        return
     with live_writing(f"pltpack append → {archive}", quiet or as_json) as progress:
         stats = pltpack.append(
             archive, dumps, quality=quality, dedup=False if no_dedup else None, format=format_, tokens=tokens,
@@ -126,6 +162,27 @@ def append(
             guard=guard, device=device, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)
+
+
+def _needs_model(quality: str | None, model: Path | None, with_model: bool, predictor: str | None) -> bool:
+    """Whether the tier is one that a model writes; options that say otherwise are mistakes."""
+    from pltpack.codec.registry import MODEL_TIERS
+    from pltpack.errors import UnsupportedError
+
+    if quality not in MODEL_TIERS:
+        if with_model or predictor is not None:
+            raise click.UsageError(f"--with-model and --predictor go with --quality {' or '.join(MODEL_TIERS)}")
+        return False
+    if model is None:
+        raise UnsupportedError(f"tier {quality!r} needs the model that made the caches: give its folder with --model")
+    return True
+
+
+def _refuse(**given: Any) -> None:
+    """Options that tiers of a model do not take."""
+    for name, value in given.items():
+        if value is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with tiers that need a model")
 
 
 def _target(kl: float | None, bits: float | None, size: int | None) -> Target | None:

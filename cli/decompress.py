@@ -14,8 +14,10 @@ from pltpack_cli.options import (
     Span,
     archive_argument,
     device_option,
+    inexact_option,
     json_option,
     profile_option,
+    rebuilder,
     write_options,
 )  # fmt: skip
 from pltpack_cli.output import count, plain, print_json, size
@@ -36,12 +38,16 @@ from pltpack_cli.progress import progress_bars
 @click.option("--accept-unknown", multiple=True, type=click.Choice(IDENTITY_FIELDS), metavar="FIELD",
               help="With --identity, take an archive that does not record this field; may be repeated.")  # fmt: skip
 @profile_option
+@click.option("--model", type=PATH, metavar="DIR",
+              help="Folder of the model, for sessions that it makes again.")  # fmt: skip
+@inexact_option
 @device_option
 @json_option
 def decompress(
     archive: Path, output: Path, to: str, to_options: dict[str, str], target: Path | None, sessions: tuple[str, ...],
     layers: slice | None, tokens: slice | None,
-    identity: Path | None, accept_unknown: tuple[str, ...], profile: Path | None, device: str, as_json: bool,
+    identity: Path | None, accept_unknown: tuple[str, ...], profile: Path | None, model: Path | None,
+    inexact: bool, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Write the sessions of an archive as dumps; values have their original dtype."""
     import pltpack
@@ -51,7 +57,7 @@ def decompress(
             archive, output, to=to, options=engine_options(to_options, to, target),
             target=known_identity(target, None), sessions=sessions or None, layers=_layers(archive, layers),
             tokens=tokens, identity=identity_file(identity), accept_unknown=accept_unknown, profile=profile,
-            device=device, progress=progress,
+            device=device, rebuild=rebuilder(archive, model, inexact), progress=progress,
         )  # fmt: skip
     if as_json:
         print_json({"output": output, "format": to, "files": files})

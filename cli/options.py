@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from pltpack.archive.recompute import Rebuild
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -65,9 +68,9 @@ class Name(click.ParamType):
 
 
 def _tiers() -> list[str]:
-    from pltpack.codec.registry import TIERS
+    from pltpack.codec.registry import MODEL_TIERS, TIERS
 
-    return list(TIERS)
+    return [*TIERS, *MODEL_TIERS]
 
 
 def _formats() -> list[str]:
@@ -93,6 +96,37 @@ profile_option = click.option(
 no_dedup_option = click.option(
     "--no-dedup", is_flag=True, help="Store every session alone, even where sessions share a prefix."
 )
+
+
+def model_options(command: Decorated) -> Decorated:
+    """How the tiers that need the model are written: ``--with-model`` and ``--predictor``."""
+    command = click.option("--predictor", type=click.Choice(["float32", "bfloat16", "float16", "int8"]),
+                           help="How the model is run, to write and to read. [default: float32 for recompute, bfloat16 "
+                           "for lossless+model]")(command)  # fmt: skip
+    return click.option("--with-model", is_flag=True,
+                        help="With recompute and lossless+model, code token ids with the model's own probabilities."
+                        )(command)  # fmt: skip
+
+
+inexact_option = click.option(
+    "--inexact", is_flag=True, help="With --model, take what it makes even where last bits are not the writer's."
+)
+
+
+def rebuilder(archive: Path, model: Path | None, inexact: bool) -> Rebuild | None:
+    """What ``--model`` and ``--inexact`` ask for, of an archive with sessions that a model makes again."""
+    if model is None:
+        if inexact:
+            raise click.UsageError("--inexact speaks of what --model makes")
+        return None
+    import pltpack
+
+    with pltpack.open(archive) as opened:
+        if all(opened.shard(name).recipe is None for name in opened.sessions):
+            return None
+    from pltpack.quality.recompute import Rebuilder
+
+    return Rebuilder(model, strict=not inexact)
 
 
 def near_options(command: Decorated) -> Decorated:

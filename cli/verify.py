@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from pltpack_cli.identities import known_identity
-from pltpack_cli.options import PATH, archive_argument, dump_options, json_option, profile_option
+from pltpack_cli.options import (
+    PATH,
+    archive_argument,
+    dump_options,
+    inexact_option,
+    json_option,
+    profile_option,
+    rebuilder,
+)
 from pltpack_cli.output import count, plain, print_json
 from pltpack_cli.progress import progress_bars
 
@@ -21,12 +29,13 @@ from pltpack_cli.progress import progress_bars
               help="Decode and compare with this dump, a file or a folder; more DUMPs may follow.")  # fmt: skip
 @dump_options
 @profile_option
+@inexact_option
 @json_option
 @click.pass_context
 def verify(
     context: click.Context, archive: Path, more: tuple[Path, ...], against: tuple[Path, ...], format_: str | None,
     tokens: Path | None, from_options: dict[str, str], model: Path | None, known: Path | None, profile: Path | None,
-    as_json: bool,
+    inexact: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Check all checksums of an archive and decode it; with --against, also compare its values with dumps.
 
@@ -42,7 +51,7 @@ def verify(
     with progress_bars() as progress:
         report = pltpack.verify(archive, against=against or None, format=format_, tokens=tokens,
                                 options=from_options, identity=known_identity(model, known), profile=profile,
-                                progress=progress)  # fmt: skip
+                                rebuild=rebuilder(archive, model, inexact), progress=progress)  # fmt: skip
     print_json(report) if as_json else _print_report(report)
     if report.get("differences"):
         for difference in report["differences"]:
@@ -53,6 +62,9 @@ def verify(
 def _print_report(report: Mapping[str, Any]) -> None:
     parts = f"{count(report['sessions'], 'session')} and {count(report['units'], 'unit')}"
     click.echo(f"generation {report['generation']}: {parts} are as written")
+    if report["not_rebuilt"]:
+        sessions = count(len(report["not_rebuilt"]), "session")
+        click.echo(f"{sessions} to be made again by a model: values are not checked without --model")
     for session, row in report.get("compared", {}).items():
         if not row:
             verdict = "cannot be compared"

@@ -136,7 +136,7 @@ def compress(
     store = open_store(out)
     store.check_new()
     integers = registry.tier(chosen).exact
-    snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
+    snapshots = snapshots_of(dumps, format, tokens, options, identity, integers)
     _check_profile(of, snapshots[0])
     with store.creating() as writing:
         report = _add(writing, None, settings, snapshots, guard, external_profile, progress or quiet)
@@ -190,7 +190,7 @@ def append(
                             recompute_tokens=recompute_tokens, library_budget=library_budget,
                             backend=current.backend)  # fmt: skip
         integers = manifest.identity.quantized is not None and registry.tier(settings.quality).exact
-        snapshots = _snapshots(dumps, format, tokens, options, identity, integers)
+        snapshots = snapshots_of(dumps, format, tokens, options, identity, integers)
         _check_profile(of, snapshots[0])
         report = _add(writing, current, settings, snapshots, guard, named, progress or quiet)
     with Archive(store) as updated:
@@ -250,7 +250,7 @@ def _check_profile(of: Identity | None, snapshot: Snapshot) -> None:
     snapshot.identity.require_loadable(asked, PROFILE_FIELDS, snapshot.origin)
 
 
-def _snapshots(
+def snapshots_of(
     dumps: Sequence[PathLike | Snapshot], format: str | None, tokens: PathLike | None,
     options: Mapping[str, str] | None, identity: Identity | None, integers: bool,
 ) -> list[Snapshot]:  # fmt: skip

@@ -15,7 +15,7 @@ from pltpack.archive.segments import Segment, fresh
 from pltpack.archive.shard import Shard
 from pltpack.codec.base import KeyValue
 from pltpack.errors import FormatError
-from pltpack.format.tables import FLAG_REFERENCE
+from pltpack.format.tables import FLAG_REBUILT, FLAG_REFERENCE
 from pltpack.snapshot import DTYPES, LayerGeometry
 
 #: Raw bytes of the reference that is made at once, unless one unit is larger.
@@ -61,6 +61,9 @@ def decode_layers(
         for layer, arrays in zip(layers, [None] * len(layers) if out is None else out, strict=True)
     ]
     batch, spans = Batch(), Spans()
+    if shard.recipe is not None:
+        _rebuild(shard, targets, start, stop)
+        return [target.finish() for target in targets]
     # Of units of several layers: decoded once even where nothing is kept.
     held: dict[tuple[int, int, int], list[KeyValue]] = {}
     for target in targets:
@@ -96,6 +99,19 @@ def decode_layers(
     batch.run()
     predicted.run()
     return [target.finish() for target in targets]
+
+
+def _rebuild(shard: Shard, targets: Sequence[_Target], start: int, stop: int) -> None:
+    """Fill with what a model makes of the tokens, and with the shard's own units, which are relative to that."""
+    batch = Batch()
+    for target in targets:
+        target.fill(shard.rebuilt(target.layer, start, stop), start, start, stop)
+        for record in own_units(shard, target.layer, start, stop):
+            first, last = int(record["token_start"]), int(record["token_start"]) + int(record["token_count"])
+            assert record["flags"] & FLAG_REBUILT
+            reference = shard.rebuilt(target.layer, first, last)
+            target.put(batch, shard, record, max(first, start), min(last, stop), reference)
+    batch.run()
 
 
 class _Target:
@@ -255,7 +271,7 @@ def own_units(shard: Shard, layer: int, start: int, stop: int) -> np.ndarray:
     """Records of the shard's units that overlap a token range of one layer, in token order."""
     first, last = shard.layer_bounds[layer]
     units = shard.units[first:last]
-    if start == 0 and stop >= len(shard.tokens):
+    if start == 0 and stop >= shard.entry.tokens:
         return units
     starts = units["token_start"].astype(np.int64)
     return units[(starts < stop) & (starts + units["token_count"] > start)]

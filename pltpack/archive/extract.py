@@ -14,6 +14,7 @@ from pltpack.archive.create import PathLike, quiet
 from pltpack.archive.decoding import decode_layers, span_pieces
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
 from pltpack.archive.reader import Archive, check_layers, check_tokens
+from pltpack.archive.recompute import Rebuild
 from pltpack.archive.segments import Segment
 from pltpack.archive.shard import Shard
 from pltpack.dumps import open_dumps, write_dump
@@ -38,6 +39,7 @@ def decompress(
     accept_unknown: Iterable[str] = (),
     profile: PathLike | None = None,
     device: str = "cpu",
+    rebuild: Rebuild | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write sessions as dumps; the output appears whole or not at all.
@@ -65,6 +67,8 @@ def decompress(
         The profile of an archive that refers to one outside; see `Archive`.
     device : str
         Where units are decoded; see `Archive`.
+    rebuild : Rebuild, optional
+        Runs the model for sessions that are made again by one; see `Archive`.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes.
 
@@ -80,7 +84,7 @@ def decompress(
         If `out` exists.
     """
     place = durable.output_folder(out)
-    with Archive(archive, identity, accept_unknown, profile, device=device) as opened:
+    with Archive(archive, identity, accept_unknown, profile, device=device, rebuild=rebuild) as opened:
         if target is not None:
             check_target(opened.identity, target, accept_unknown, str(opened.path))
         names = list(opened.sessions if sessions is None else dict.fromkeys(sessions))
@@ -149,6 +153,7 @@ def verify(
     options: Mapping[str, str] | None = None,
     identity: Identity | None = None,
     profile: PathLike | None = None,
+    rebuild: Rebuild | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Check every digest of an archive, decode every unit, and compare with dumps if given.
@@ -162,15 +167,18 @@ def verify(
         As for `pltpack.compress`.
     profile : path-like, optional
         The profile of an archive that refers to one outside; see `Archive`.
+    rebuild : Rebuild, optional
+        Runs the model for sessions that are made again by one; without it, only their bytes are checked.
     progress : callable, optional
 
     Returns
     -------
     dict
         ``sessions``, ``units``, ``generation`` (the newest, if others were committed meanwhile and took the files of
-        the first away); with `against` also ``compared`` (per session ``bit_exact``,
-        ``max_abs_difference``, ``relative_rms_error``) and ``differences``: what breaks the session's promise, one
-        sentence each (a bit that differs in an exact tier; missing sessions; other tokens or identity).
+        the first away), ``not_rebuilt`` (sessions whose values only a model could check);
+        with `against` also ``compared`` (per session ``bit_exact``, ``max_abs_difference``, ``relative_rms_error``) and
+        ``differences``: what breaks the session's promise, one sentence each (a bit that differs in an exact tier;
+        missing sessions; other tokens or identity).
 
     Raises
     ------
@@ -179,10 +187,12 @@ def verify(
     ConflictError
         If others compact it faster than it can be read.
     """
-    with Archive(archive, profile=profile) as opened:
+    with Archive(archive, profile=profile, rebuild=rebuild) as opened:
         units = opened.in_one_generation(lambda: _verify_files(opened, progress or quiet))
         report: dict[str, Any] = {"generation": opened.manifest.generation, "sessions": len(opened.sessions)}
         report["units"] = units
+        shards = map(opened.shard, opened.sessions)
+        report["not_rebuilt"] = [s.entry.session for s in shards if s.recipe is not None and s.rebuild is None]
         if against is not None:
             paths = [dump for dump in against if not isinstance(dump, Snapshot)]
             dumps = [dump for dump in against if isinstance(dump, Snapshot)]
@@ -218,13 +228,16 @@ def _parts(segment: Segment) -> Sequence[tuple[range, int, int]]:
     """What to decode of a segment in one go: layers and tokens of a shard, else units."""
     if not isinstance(segment, Shard):
         return [(range(index, index + 1), 0, 0) for index in range(len(segment.units))]
-    layers, tokens = range(len(segment.identity.layers)), len(segment.tokens)
+    layers, tokens = range(len(segment.identity.layers)), segment.entry.tokens
     return span_pieces(segment, layers, 0, tokens) or [(layers[i : i + 1], 0, tokens) for i in layers]
 
 
 def _decoder(segment: Segment) -> Callable[[tuple[range, int, int]], None]:
     def decode(part: tuple[range, int, int]) -> None:
         group, first, last = part
+        if isinstance(segment, Shard) and segment.recipe is not None and segment.rebuild is None:
+            _check_alone(segment, group)
+            return
         # A shard is decoded as a reader would, so that its mapping and its corrections are checked too.
         if isinstance(segment, Shard):
             decode_layers(segment, group, first, last)
@@ -232,6 +245,14 @@ def _decoder(segment: Segment) -> Callable[[tuple[range, int, int]], None]:
             segment.decode_span(segment.units[group.start])
 
     return decode
+
+
+def _check_alone(shard: Shard, layers: range) -> None:
+    """What can be checked of a session without the model that makes it again: units' checksums, and tokens."""
+    for record in shard.units[(shard.units["layer"] >= layers.start) & (shard.units["layer"] < layers.stop)]:
+        shard.checked_payload(record)
+    if shard.recipe is not None and shard.recipe.text is not None:
+        assert len(shard.tokens) == shard.entry.tokens
 
 
 def _compare(archive: Archive, dump: Snapshot) -> tuple[dict[str, Any], list[str]]:
@@ -245,11 +266,15 @@ def _compare(archive: Archive, dump: Snapshot) -> tuple[dict[str, Any], list[str
     if rebuilt.identity != dump.identity:
         return {}, [f"session {name!r} has another identity"]
     shard = archive.shard(name)
-    exact = all(shard.codec_of(unit).exact for unit in shard.units) and all(
-        library.codec(int(unit["state"])).exact
-        for run in shard.runs
-        for library in (shard.libraries[run["library"]],)
-        for unit in library.units_of(int(run["node"]))
+    exact = (
+        (shard.recipe is None or shard.recipe.exact)
+        and all(shard.codec_of(unit).exact for unit in shard.units)
+        and all(
+            library.codec(int(unit["state"])).exact
+            for run in shard.runs
+            for library in (shard.libraries[run["library"]],)
+            for unit in library.units_of(int(run["node"]))
+        )
     )
     equal, largest, worst = True, 0.0, 0.0
     for layer in range(len(dump.identity.layers)):

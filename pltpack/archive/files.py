@@ -49,7 +49,10 @@ def container_metadata(kind: str, identity: Identity, minor: int = 0) -> dict[st
     }
 
 
-def header_reserve(metadata: dict[str, str], states: int = 1) -> int:
-    """Upper bound of a container's header in bytes, for `ContainerWriter`."""
+def header_reserve(metadata: dict[str, str], states: int = 1, recompute: bool = False) -> int:
+    """Upper bound of a container's header in bytes, for `ContainerWriter`; closer for sessions that a model makes."""
+    if recompute:
+        # Six tensors, none of them with more than 2^30 items.
+        return len(dumps_json(metadata).encode()) + 100 * 6 + 32
     # A tensor's entry takes at most 160 bytes; there are five besides the states.
     return len(dumps_json(metadata).encode()) + 160 * (5 + states) + 64

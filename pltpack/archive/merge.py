@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 
 import numpy as np
 
+from pltpack.archive import recompute
 from pltpack.archive.budget import NodeKey, parent_of
 from pltpack.archive.captured import kept_tensors
 from pltpack.archive.embeddings import merged_minor
@@ -14,13 +16,15 @@ from pltpack.archive.files import container_metadata, header_reserve, session_en
 from pltpack.archive.guard_record import kept_metadata
 from pltpack.archive.library import Library
 from pltpack.archive.reader import Archive
+from pltpack.archive.recompute import Recipe
 from pltpack.archive.segments import Segment, dumps_json
 from pltpack.archive.shard import Shard
 from pltpack.codec import registry
 from pltpack.codec.base import Codec
+from pltpack.codec.recompute import RecomputeCodec, pack
 from pltpack.format import state as state_format
 from pltpack.format import tables
-from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, ContainerWriter
+from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, MINOR_RECOMPUTE, ContainerWriter
 from pltpack.format.manifest import FileEntry, SessionEntry
 
 
@@ -47,16 +51,33 @@ class Merger:
         self._states: list[tuple[dict[str, object], np.ndarray]] = []
         self._state_index: dict[tuple[int, int], int] = {}
         self._nodes: dict[NodeKey, int] = {}
+        self._texts: dict[str, int | None] = {}
+        self._recode()
         for shard in self._shards:
             for library, state in shard.states:
                 self._state(shard.libraries[library], state)
             for run in shard.runs:
                 self._node(shard.libraries[run["library"]], int(run["node"]))
 
+    def _recode(self) -> None:
+        """Make one state of the tokens that models' sessions have in libraries: no other session's may go with them."""
+        mine = [shard for shard in self._shards if shard.recipe is not None and shard.recipe.text is not None]
+        if not any(shard.recipe is not None for shard in self._shards):
+            return
+        salts = list(dict.fromkeys(shard.entry.salt for shard in mine))
+        groups = [[shard for shard in mine if shard.entry.salt == salt] for salt in salts]
+        state, places = pack([[shard.tokens for shard in group] for group in groups])
+        for group, found in zip(groups, places, strict=True):
+            self._texts.update({shard.entry.session: text for shard, text in zip(group, found, strict=True)})
+        self._states.append(({"codec": RecomputeCodec.codec_id, "config": {}}, state_format.pack(state)))
+
     def _state(self, library: Library, index: int) -> int:
         key = (self._number[id(library)], index)
         if key not in self._state_index:
             codec, config = library.state_entry(index)
+            if codec == RecomputeCodec.codec_id:
+                self._state_index[key] = 0
+                return 0
             entry: dict[str, object] = {"codec": codec, "config": config}
             blob = library.container.array(f"codec.state.{index}", "U8")
             profile = library.profile_digest(index)
@@ -108,6 +129,8 @@ class Merger:
         groups = any(_grouped(library.units_of(node)) for library, node in used)
         groups |= any("profile" in entry for entry, _ in self._states)
         minor = max(MINOR_GROUPS if groups else 0, merged_minor(self._archive.identity, self._codecs()))
+        if any(shard.recipe is not None for shard in self._shards):
+            minor = MINOR_RECOMPUTE
         metadata = {
             **container_metadata("library", self._archive.identity, minor),
             "states": dumps_json([entry for entry, _ in self._states]),
@@ -153,6 +176,8 @@ class Merger:
         self, shard: Shard, path: Path, library: FileEntry, progress: Callable[[int], None]
     ) -> SessionEntry:
         """Write a session's shard so that it refers to the merged segment."""
+        if shard.recipe is not None:
+            return self._write_rebuilt(shard, shard.recipe, path, library, progress)
         units, stored = self._units(shard)
         own = {self._state(shard.libraries[lib], state) for lib, state in shard.states}
         states = sorted(own | set(units["state"].tolist()))
@@ -187,6 +212,27 @@ class Merger:
         finally:
             container.abort()
         return session_entry(path, info, shard.entry.session, len(shard.tokens), shard.entry.salt)
+
+    def _write_rebuilt(
+        self, shard: Shard, recipe: Recipe, path: Path, library: FileEntry, progress: Callable[[int], None]
+    ) -> SessionEntry:
+        units = shard.units.copy()
+        states = [self._state(shard.libraries[lib], state) for lib, state in shard.states]
+        metadata = dict(shard.container.metadata)
+        metadata["libraries"] = dumps_json([library.head_sha256])
+        metadata["states"] = dumps_json([[0, state] for state in states])
+        text = self._texts.get(shard.entry.session)
+        metadata[recompute.METADATA] = dataclasses.replace(recipe, text=text).to_text()
+        container = ContainerWriter(path, header_reserve(metadata, recompute=True))
+        try:
+            copy_units(container, [(shard, record) for record in units], progress)
+            kept = {name: shard.container.tables[name] for name in (recompute.DIGESTS, recompute.CODED)
+                    if name in shard.container.tables}  # fmt: skip
+            found = {"map": tables.as_bytes(shard.runs), "unit.index": tables.as_bytes(units)}
+            info = container.commit({**found, **kept}, metadata)
+        finally:
+            container.abort()
+        return session_entry(path, info, shard.entry.session, shard.entry.tokens, shard.entry.salt)
 
     def _key(self, shard: Shard, row: np.void) -> NodeKey:
         return self._number[id(shard.libraries[row["library"]])], int(row["node"])

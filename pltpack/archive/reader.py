@@ -18,6 +18,7 @@ from pltpack.archive.backends import backend_of
 from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.decoding import decode_layers, one_buffer, span_pieces
 from pltpack.archive.library import Library
+from pltpack.archive.recompute import Rebuild
 from pltpack.archive.segments import Segment
 from pltpack.archive.shard import Shard
 from pltpack.archive.spans import SpanSource
@@ -67,6 +68,8 @@ class Archive:
     device : str
         Where units are decoded: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for CUDA where there is a device. What is
         read is on the host in any case.
+    rebuild : Rebuild, optional
+        Runs the model for sessions that are made again by one; see `pltpack.quality.recompute.Rebuilder`.
 
     Raises
     ------
@@ -86,9 +89,11 @@ class Archive:
         profile: str | os.PathLike[str] | None = None,
         manifest: Manifest | None = None,
         device: str = "cpu",
+        rebuild: Rebuild | None = None,
     ) -> None:
         self.store = open_store(path)
         self.path: Any = self.store.location
+        self._rebuild = rebuild
         self._profile = profile
         self.backend = backend_of(device)
         #: The generation that was opened first.
@@ -241,6 +246,7 @@ class Archive:
                 except GoneError as error:
                     self._follow(error)
                     continue
+                shard.rebuild = self._rebuild
                 if len(self._shards) + len(self.libraries) > MAX_OPEN:
                     shard.container.release()
                 self._shards[session] = shard

@@ -65,6 +65,11 @@ class Segment(abc.ABC):
     decoded: DecodedUnits | Resident | None = None
     resident: Resident | None = None
 
+    @property
+    def _brief(self) -> bool:
+        """Whether the identity may be left out, its digest being there."""
+        return False
+
     def _check_kind(self, kind: str) -> None:
         metadata, path = self.container.metadata, self.container.path
         version = re.fullmatch(rf"{FORMAT_VERSION[0]}\.([0-9]{{1,5}})", metadata.get("format_version", ""))
@@ -75,12 +80,15 @@ class Segment(abc.ABC):
             raise FormatError(f"not a {kind} file", path)
         if metadata.get("identity_sha256") != self.identity.digest():
             raise FormatError(f"{kind} belongs to another identity than the manifest", path)
+        if "identity" not in metadata and self._brief:
+            return
         if hashlib.sha256(metadata.get("identity", "").encode()).hexdigest() != metadata["identity_sha256"]:
             raise FormatError("metadata 'identity' does not have the digest beside it", path)
 
     def _check_names(self, tensors: set[str], metadata: set[str], optional: frozenset[str] = frozenset()) -> None:
         """Refuse what this version does not know, unless its name says that it may be ignored."""
-        common = {"format_version", "kind", "identity", "identity_sha256"}
+        common = {"format_version", "kind", "identity_sha256", *([] if self._brief else ["identity"])}
+        optional |= {"identity"} if self._brief else set()
         for what, found, known in (("tensor", set(self.container.tables), tensors),
                                    ("metadata", set(self.container.metadata), metadata | common)):  # fmt: skip
             unknown = {name for name in found - known - optional if not name.startswith("x-")}

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pltpack.archive import recompute
 from pltpack.archive.library import Library
 from pltpack.archive.mapped import movable
+from pltpack.archive.recompute import Rebuild, Recipe
 from pltpack.archive.segments import Segment, strings
-from pltpack.codec.base import Codec
-from pltpack.errors import FormatError
+from pltpack.codec.base import Codec, KeyValue
+from pltpack.codec.recompute import RecomputeCodec
+from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import tables
-from pltpack.format.container import MINOR_PREDICTIONS, Container
+from pltpack.format.container import MINOR_PREDICTIONS, MINOR_RECOMPUTE, Container
 from pltpack.format.manifest import SessionEntry
 from pltpack.snapshot import Identity
 from pltpack.store import Store
@@ -45,7 +48,15 @@ class Shard(Segment):
         Those whose tokens have the node's values but for own units, and those that only predict what own units hold.
     predicted_rows : ndarray
         bool, which of `runs` are the latter.
+    recipe : Recipe or None
+        How a model makes the session again, if one does.
+    rebuild : Rebuild or None
+        What runs the model.
     """
+
+    recipe: Recipe | None = None
+    rebuild: Rebuild | None = None
+    _tokens: np.ndarray | None = None
 
     def __init__(self, store: Store, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
         self.entry: SessionEntry = entry
@@ -62,21 +73,26 @@ class Shard(Segment):
         self._check_kind("shard")
         if metadata.get("session") != self.entry.session or metadata.get("salt") != self.entry.salt:
             raise FormatError("shard belongs to another session than the manifest says", path)
-        self._check_names({"tokens", "map", "unit.index"}, {"session", "libraries", "states"}, frozenset({"salt"}))
+        if recompute.METADATA in metadata and self.minor >= MINOR_RECOMPUTE:
+            self.recipe = Recipe.parse(metadata[recompute.METADATA], path)
+        self._check_names({*self._token_tensors(), "map", "unit.index"},
+                          {"session", "libraries", "states", *([recompute.METADATA] if self.recipe else [])},
+                          frozenset({"salt"}))  # fmt: skip
         digests = strings(tables.metadata_list(metadata, "libraries", path), path)
         missing = [digest for digest in digests if digest not in known]
         if missing:
             raise FormatError(f"shard refers to library segment {missing[0][:12]}…, which the archive lacks", path)
         self.libraries = [known[digest] for digest in digests]
         self.states = self._read_states(tables.metadata_list(metadata, "states", path))
-        self.tokens = self._token_ids("tokens")
-        if len(self.tokens) != self.entry.tokens:
-            raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
+        if self.recipe is None:
+            self.tokens = self._token_ids("tokens")
+            if len(self.tokens) != self.entry.tokens:
+                raise FormatError(f"shard has {len(self.tokens)} tokens, the manifest says {self.entry.tokens}", path)
         self.units = tables.read_units(self.container, self._token_bytes(), len(self.states), self.minor)
         if (self.units["node"] != tables.NO_NODE).any():
             raise FormatError("a unit of a shard names a library node", path)
         ends = self.units["token_start"].astype(np.int64) + self.units["token_count"]
-        if len(ends) and ends.max() > len(self.tokens):
+        if len(ends) and ends.max() > self.entry.tokens:
             raise FormatError("a unit reaches beyond the session's end", path)
         if len(ends) > 1:
             layer, count = (self.units[name].astype(np.int64) for name in ("layer", "layer_count"))
@@ -86,12 +102,93 @@ class Shard(Segment):
             if not behind.all():
                 raise FormatError("units overlap or are out of order", path)
         self.layer_bounds = _layer_bounds(self.units, len(self.identity.layers))
-        self.runs = tables.read_runs(self.container, len(self.tokens), len(self.libraries), self.minor)
+        self.runs = tables.read_runs(self.container, self.entry.tokens, len(self.libraries), self.minor)
         self.predicted_rows = np.array([self._check_run(run) for run in self.runs], bool)
         self.exact_runs: np.ndarray = self.runs[~self.predicted_rows]
         self.predicted_runs: np.ndarray = self.runs[self.predicted_rows]
         self._predicted_tokens = TokenCount.of(self.predicted_runs)
-        self._check_references()
+        if self.recipe is None:
+            self._check_references()
+        else:
+            self._check_recipe(self.recipe)
+
+    @property
+    def _brief(self) -> bool:
+        return self.minor >= MINOR_RECOMPUTE and recompute.METADATA in self.container.metadata
+
+    def _token_tensors(self) -> list[str]:
+        if self.recipe is None:
+            return ["tokens"]
+        return [recompute.DIGESTS, *([recompute.CODED] if self.recipe.text is None else [])]
+
+    def _check_recipe(self, recipe: Recipe) -> None:
+        """A rebuilt session has no mapping, a digest a run, and lossless units over rebuilt values alone."""
+        path = self.container.path
+        if len(self.runs):
+            raise FormatError("a session that a model makes again has a mapping table", path)
+        if len(self.digests) != -(-self.entry.tokens // recipe.run):
+            raise FormatError(f"digests do not fit {self.entry.tokens} tokens", path)
+        if recipe.text is None:
+            self.container.array(recompute.CODED, "U8")
+        elif not self.states or self._state_codec(0) != RecomputeCodec.codec_id:
+            raise FormatError("shard names no state that holds its tokens", path)
+        if (self.units["flags"] != tables.FLAG_REBUILT).any():
+            raise FormatError("a session that a model makes again has units of another kind", path)
+        if any(self._state_codec(int(state)) != "lossless" for state in np.unique(self.units["state"])):
+            raise FormatError("what differs from rebuilt values is in another codec than lossless", path)
+
+    def _state_codec(self, index: int) -> str:
+        library, state = self.states[index]
+        return self.libraries[library].state_entry(state)[0]
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Digests of the rebuilt values, uint64; see `pltpack.archive.recompute.digests`."""
+        return self.container.array(recompute.DIGESTS, "U64")
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Token ids, int32 ``[T]``.
+
+        Raises
+        ------
+        FormatError
+            If they are coded and damaged.
+        UnsupportedError
+            If they are coded with a model's probabilities and there is no model.
+        """
+        if self._tokens is None:
+            assert self.recipe is not None
+            self._tokens = self._coded_tokens(self.recipe)
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: np.ndarray) -> None:
+        self._tokens = tokens
+
+    def _coded_tokens(self, recipe: Recipe) -> np.ndarray:
+        if recipe.text is None:
+            return self.model().tokens(self)
+        library, state = self.states[0]
+        codec = self.libraries[library].codec(state)
+        assert isinstance(codec, RecomputeCodec)
+        try:
+            return codec.session(recipe.text, self.entry.tokens)
+        except ValueError as error:
+            raise FormatError(f"tokens of session {self.entry.session!r}: {error}", self.container.path) from None
+
+    def model(self) -> Rebuild:
+        """What runs the model that makes the session again; `UnsupportedError` if there is none."""
+        if self.rebuild is None:
+            weights = self.recipe.weights if self.recipe else None
+            raise UnsupportedError(f"session {self.entry.session!r} is made again by a model (weights {weights}): give "
+                                   "its folder with --model", self.container.path)  # fmt: skip
+        return self.rebuild
+
+    def rebuilt(self, layer: int, start: int, stop: int) -> KeyValue:
+        """What the model makes of tokens ``[start, stop)`` in one layer; not to be changed."""
+        keys, values = self.model().layers(self)[layer]
+        return keys[:, start:stop], values[:, start:stop]
 
     def _check_run(self, run: np.void) -> bool:
         """Whether a row only predicts: own units must hold all of its tokens."""

@@ -151,15 +151,15 @@ def _session(shard: Shard) -> dict[str, Any]:
     codec, config = states[0] if states else (None, None)
     corrections = shard.units[(shard.units["flags"] & FLAG_REFERENCE) != 0]
     predicted = predicted_tokens(shard)
-    raw = len(shard.tokens) * sum(layer.bytes_per_token for layer in shard.identity.layers)
+    raw = shard.entry.tokens * sum(layer.bytes_per_token for layer in shard.identity.layers)
     shared, quality, record = shard.mapped_tokens - predicted, quality_of(shard), record_of(shard)
     per_token = sum(layer.elements_per_token for layer in shard.identity.layers)
     return {
-        "session": shard.entry.session, "tokens": len(shard.tokens), "shared_tokens": shared,
+        "session": shard.entry.session, "tokens": shard.entry.tokens, "shared_tokens": shared,
         "predicted_tokens": predicted, "saved_bytes": _saved_bytes(shard),
         "file": shard.entry.file, "bytes": shard.entry.bytes, "raw_bytes": raw, "codec": codec, "config": config,
         "units": len(shard.units), "correction_bytes": int(corrections["length"].sum()),
-        "tail_bits_per_element": tail_bits(tail_bytes(shard), len(shard.tokens) - shared, per_token),
+        "tail_bits_per_element": tail_bits(tail_bytes(shard), shard.entry.tokens - shared, per_token),
         "kl": None if quality is None else quality.kl,
         "ppl_change_pct": None if quality is None else quality.ppl_change_pct,
         "guard": None if record is None else record.to_json(), "mapping": rows,

@@ -19,7 +19,8 @@ from pltpack.archive.extract import verify
 from pltpack.archive.files import next_library, shard_path
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
-from pltpack.errors import ConflictError, FormatError, IdentityError
+from pltpack.archive.recompute import of_archive
+from pltpack.errors import ConflictError, FormatError, IdentityError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS, Manifest
 from pltpack.store import LocalStore, Store, Writing, open_store
@@ -138,6 +139,10 @@ def _adopt(current: Archive, folder: Path, source: Path, writing: Writing) -> No
         # Equal numbers may be written in two ways (10000 and 10000.0); the file's parts carry the digest of theirs.
         raise IdentityError("identity is written in another way than the archive's, so its digest differs", source)
     entry = incoming.sessions[0]
+    with Archive(folder) as other:
+        kinds = [of_archive([archive.shard(name) for name in archive.sessions]) for archive in (current, other)]
+    if None not in kinds and kinds[0] != kinds[1]:
+        raise UnsupportedError("sessions that a model makes again do not mix with others in one archive", source)
     if entry.session in current.sessions:
         raise ConflictError(f"session {entry.session!r} is in the archive already", source)
     known = {library.head_sha256 for library in manifest.libraries}

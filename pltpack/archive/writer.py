@@ -25,6 +25,7 @@ from pltpack.archive.places import Places, keeps
 from pltpack.archive.prepared import Prepared
 from pltpack.archive.publish import published
 from pltpack.archive.reader import Archive
+from pltpack.archive.recompute import of_archive
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segment_writer import Output, write_library
 from pltpack.archive.segments import dumps_json
@@ -103,6 +104,9 @@ class GenerationWriter:
         identity = self.check(snapshots)
         if self._archive is None:
             return self._attempts(snapshots, identity)
+        if of_archive([self._archive.shard(name) for name in self._archive.sessions]):
+            raise UnsupportedError("holds sessions that a model makes again, with which other tiers do not mix",
+                                   self._archive.path)  # fmt: skip
         with published(self._archive, snapshots, self._settings) as base:
             self._archive, self._libraries = base, list(base.libraries)
             return self._attempts(snapshots, identity)

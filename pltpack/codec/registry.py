@@ -19,6 +19,7 @@ ENTRY_POINTS = "pltpack.codecs"
 _BUILT_IN = {
     "lossless": "pltpack.codec.lossless:LosslessCodec",
     "group": "pltpack.codec.group:GroupCodec",
+    "recompute": "pltpack.codec.recompute:RecomputeCodec",
     "transform": "pltpack.codec.transform:TransformCodec",
     "turboquant": "pltpack.codec.turboquant:TurboQuantCodec",
 }
@@ -33,6 +34,9 @@ TIERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"q{bits}": ("group", {"bits": bits}) for bits in (1, 2, 3, 4)},
     **{f"turboquant-{bits}": ("turboquant", {"bits": bits}) for bits in (2, 3, 4)},
 }
+
+#: Tiers that need the model that made the caches, to write them and to read them (`pltpack.quality.recompute`).
+MODEL_TIERS = ("recompute", "lossless+model")
 
 
 @functools.cache
@@ -72,7 +76,11 @@ def tier(name: str) -> Codec:
     ------
     NotFoundError
         If there is no such tier.
+    UnsupportedError
+        If it is written by a model only.
     """
+    if name in MODEL_TIERS:
+        raise UnsupportedError(f"tier {name!r} needs the model that made the caches: give its folder with --model")
     if name in TIERS:
         return codec(*TIERS[name])
     if name in _classes():

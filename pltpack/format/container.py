@@ -34,6 +34,8 @@ FORMAT_VERSION = (1, 0)
 MINOR_GROUPS = 1
 #: Minor version from which on shards may map tokens to other tokens or positions, as predictions of their own units.
 MINOR_PREDICTIONS = 2
+#: Minor version from which on shards may leave it to a model to make their values.
+MINOR_RECOMPUTE = 3
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

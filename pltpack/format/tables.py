@@ -12,7 +12,7 @@ import numpy as np
 
 from pltpack.errors import FormatError
 from pltpack.format import json_text
-from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, Container
+from pltpack.format.container import MINOR_GROUPS, MINOR_PREDICTIONS, MINOR_RECOMPUTE, Container
 
 #: Most tokens in one session.
 MAX_TOKENS = 1 << 28
@@ -26,6 +26,8 @@ NO_NODE = 0xFFFFFFFF
 
 #: Unit flag: decoding needs the values that the mapping gives for the same tokens.
 FLAG_REFERENCE = 1
+#: Unit flag: decoding needs the values that a model makes of the same tokens.
+FLAG_REBUILT = 2
 
 UNIT = np.dtype([
     ("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8"),
@@ -87,7 +89,8 @@ def read_units(
     # The first version had units of one layer only, and the second references of one layer only.
     several = units["layer_count"] != 1
     bad |= several & (((units["flags"] != 0) & (minor < MINOR_PREDICTIONS)) | (minor < MINOR_GROUPS))
-    bad |= (units["state"] >= states) | ((units["flags"] & ~np.uint16(FLAG_REFERENCE)) != 0)
+    known = FLAG_REBUILT if minor >= MINOR_RECOMPUTE else FLAG_REFERENCE
+    bad |= (units["state"] >= states) | (units["flags"] > known)
     bad |= ~(units["error"] >= 0)
     if not bad.any() and len(units):
         before = np.concatenate([[0], np.cumsum(np.array(token_bytes, np.float64))])

@@ -214,6 +214,10 @@ class Loader:
             if entry.salt != self.salt or entry.session in self._bad:
                 continue
             try:
+                if self.archive.shard(entry.session).recipe is not None:
+                    why = "a model makes it again, which takes as long as to compute the prompt"
+                    self._leave_out(entry.session, "recompute", UnsupportedError(why, self.archive.path))
+                    continue
                 sources[entry.session] = staged_shard(self.archive.shard(entry.session), copies, self._reads)
             except GoneError as error:
                 self._leave_out(entry.session, "missing file", error)

@@ -25,7 +25,8 @@ class MissError(PltpackError):
         What was being loaded.
     reason : str
         ``bad unit``, ``bad shard``, ``missing file``, ``missing profile``, ``stale`` (the archive has changed since the
-        look-up), ``identity``, ``read error``, ``out of memory``, ``timeout``, ``cancelled`` or ``error``.
+        look-up), ``identity``, ``read error``, ``out of memory``, ``timeout``, ``cancelled``,
+        ``recompute`` (a model makes the session again, nothing is stored to load) or ``error``.
     blocks : tuple of int
         Blocks of the paged destination that hold a part of the load and are not valid; others were not touched.
     """
