@@ -175,7 +175,7 @@ class Container:
 
     @property
     def minor(self) -> int:
-        """The file's minor version: 1 knows layer groups and profiles, 2 predictions."""
+        """The file's minor version: 1 knows layer groups and profiles, 2 predictions, 3 what a model makes again."""
         return int(self.metadata["format_version"].split(".")[1])
 
     def table(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
@@ -248,12 +248,18 @@ def check_metadata(container: Container, identity: dict[str, Any], kind: str) ->
     need(re.fullmatch(r"1\.[0-9]{1,5}", version), f"format version {version!r} is not supported")
     need(metadata.get("kind") == kind, f"not a {kind} file")
     mine = canonical(identity)
-    need(metadata.get("identity_sha256") == digest(mine) and metadata.get("identity") == mine, "identity differs")
+    brief = kind == "shard" and "recompute" in metadata and int(version.split(".")[1]) >= 3
+    same = metadata.get("identity") == mine or (brief and "identity" not in metadata)
+    need(metadata.get("identity_sha256") == digest(mine) and same, "identity differs")
     keys = {"format_version", "kind", "identity", "identity_sha256", "libraries", "states"}
     keys |= {"salts"} if kind == "library" else {"session"}
+    keys |= {"recompute"} if brief else set()
     found = {key for key in metadata if not key.startswith("x-")} - ({"salt"} if kind == "shard" else set())
+    found |= {"identity"} if brief else set()
     need(found == keys, f"metadata has unknown or missing keys: {sorted(found ^ keys)}")
     names = {"unit.payload", "unit.index"} | ({"tokens", "map"} if kind == "shard" else {"trie.nodes", "trie.tokens"})
+    if brief:
+        names = names - {"tokens"} | {"recompute.digests"} | ({"recompute.tokens"} & set(container.tensors))
     if kind == "library":
         names |= {f"codec.state.{index}" for index in range(len(container.list("states")))}
     tensors = {name for name in container.tensors if not name.startswith("x-")} - {"padding"}
@@ -269,7 +275,8 @@ def read_units(container: Container, identity: dict[str, Any], states: int) -> n
         good = unit["offset"] == end and 1 <= tokens <= 1 << 16 and int(unit["token_start"]) + tokens <= 1 << 28
         good = good and count >= 1 and layer + count <= len(layers) and unit["state"] < states
         good = good and (count == 1 or container.minor >= (2 if unit["flags"] else 1))
-        need(good and unit["flags"] <= 1 and unit["error"] >= 0, f"unit {index} of the index breaks the rules")
+        good = good and unit["flags"] <= (2 if container.minor >= 3 else 1)
+        need(good and unit["error"] >= 0, f"unit {index} of the index breaks the rules")
         size = 0
         for shape in layers[layer : layer + count]:
             size += tokens * shape["heads"] * (shape["k_dim"] + shape["v_dim"]) * BYTES[shape["dtype"]]

@@ -48,11 +48,14 @@ from reference_numbers import (
     to_words,
 )
 from reference_profile import digest_of, find_profile
+from reference_tokens import Recompute
 from reference_transform import Transform
 from reference_turboquant import TurboQuant
 from reference_xxh3 import xxh3_64
 
-CODECS: dict[str, Any] = {"lossless": Lossless, "group": Group, "transform": Transform, "turboquant": TurboQuant}
+CODECS: dict[str, Any] = {
+    "lossless": Lossless, "group": Group, "recompute": Recompute, "transform": Transform, "turboquant": TurboQuant,
+}  # fmt: skip
 
 # --- library segments -------------------------------------------------------------------------------------------
 
@@ -164,6 +167,8 @@ class Shard:
         for pair in self.states:
             good = isinstance(pair, list) and len(pair) == 2 and natural(pair[0], 0, len(digests) - 1)
             need(good and natural(pair[1], 0, len(self.libraries[pair[0]].states) - 1), "a codec state is not there")
+        if "recompute" in metadata and self.container.minor >= 3:
+            self.refuse(entry)
         self.tokens = self.container.array("tokens", "I32")
         need((self.tokens >= 0).all(), "a token id is negative")
         need(len(self.tokens) == entry["tokens"], "shard has another number of tokens than the manifest says")
@@ -196,6 +201,20 @@ class Shard:
                 at = int(unit["token_start"])
                 left[at : at + int(unit["token_count"])] = False
             need(not left.any(), f"predicted tokens are in no unit of layer {layer}")
+
+    def refuse(self, entry: dict[str, Any]) -> None:
+        """A model makes the session again, which this decoder cannot run; tokens that need none are decoded."""
+        recipe = json.loads(self.container.metadata["recompute"])
+        good = isinstance(recipe, dict) and set(recipe) == {"weights", "predictor", "exact", "run", "text"}
+        need(good and isinstance(recipe["weights"], str), "metadata 'recompute' is malformed")
+        if recipe["text"] is not None:
+            need(len(self.states) > 0 and natural(recipe["text"], 0, 1 << 32), "metadata 'recompute' is malformed")
+            number, state = self.states[0]
+            codec = self.libraries[number].codec(state)
+            need(isinstance(codec, Recompute), "shard names no state that holds its tokens")
+            self.tokens = codec.session(recipe["text"], entry["tokens"])
+        raise DamagedError(f"session {entry['session']!r} is made again by a model (weights {recipe['weights']}), "
+                           "which this decoder cannot run")  # fmt: skip
 
     def check_run(self, run: np.void, salt: str | None) -> bool:
         """A row of the mapping table fits its node; whether own units must hold all of its tokens."""
