@@ -68,6 +68,43 @@ def test_q4_is_hardly_felt_by_the_model(model, captured: Path, tmp_path: Path) -
         assert all(np.array_equal(before[name][:, :4], after[name][:, :4]) for name in before), "sinks are exact"
 
 
+def test_tokens_alone_give_the_cache_back(model_dir: Path, captured: Path, tmp_path: Path) -> None:
+    import pltpack
+    from pltpack.quality.recompute import Rebuilder, compress
+
+    path = captured / f"{SESSIONS[0]}.safetensors"
+    stats = compress([path], tmp_path / "archive", model_dir)
+    assert stats["ratio"] > 400
+    pltpack.decompress(tmp_path / "archive", tmp_path / "rebuilt", rebuild=Rebuilder(model_dir))
+    assert (tmp_path / "rebuilt" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_run_in_bfloat16_leaves_less_than_half_of_lossless(model_dir: Path, captured: Path, tmp_path: Path) -> None:
+    import pltpack
+    from pltpack.quality.recompute import Rebuilder, compress
+
+    path = captured / f"{SESSIONS[0]}.safetensors"
+    stats = compress([path], tmp_path / "archive", model_dir, quality="lossless+model")
+    assert stats["bits_per_element"] < 5
+    pltpack.decompress(tmp_path / "archive", tmp_path / "rebuilt", rebuild=Rebuilder(model_dir))
+    assert (tmp_path / "rebuilt" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_coding_with_the_model_reaches_its_cross_entropy(model_dir: Path, captured: Path) -> None:
+    import torch
+
+    from pltpack.quality import token_model
+    from pltpack.quality.model import load_model
+
+    loaded = load_model(model_dir)
+    tokens = next(iter(open_dumps(captured / f"{SESSIONS[0]}.safetensors"))).tokens[:200]
+    with torch.no_grad():
+        logs = loaded.network(torch.as_tensor(tokens.astype(np.int64))[None]).logits[0].double().log_softmax(-1)
+    entropy = -float(logs[:-1].gather(1, torch.as_tensor(tokens[1:, None].astype(np.int64))).sum()) / np.log(2)
+    # A bit for the first token, and whole bytes.
+    assert 8 * len(token_model.encode(loaded, tokens)) <= 1.02 * entropy + 9
+
+
 def test_generation_goes_on_from_a_cache_that_was_packed(model, model_dir: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoTokenizer

@@ -385,7 +385,7 @@ def test_from_the_command_line(snapshots, tiny: Path, tmp_path: Path) -> None:
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     for arguments, code in (
         (("compress", dumps, "-o", tmp_path / "b", "--quality", "recompute"), 2),
-        (("compress", dumps, "-o", tmp_path / "b", "--quality", "q4", "--model", tiny), 2),
+        (("compress", dumps, "-o", tmp_path / "b", "--quality", "q4", "--model", tiny, "--with-model"), 2),
         (("compress", dumps, "-o", tmp_path / "b", "--quality", "recompute", "--model", tiny, "--target-bits", 2), 2),
         (("decompress", tmp_path / "a", "-o", tmp_path / "c"), 2),
         (("decompress", tmp_path / "a", "-o", tmp_path / "c", "--inexact"), 2),

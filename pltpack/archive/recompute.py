@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -74,7 +74,7 @@ class Recipe:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def parse(cls, text: str, path: Path) -> Recipe:
+    def parse(cls, text: str, path: str | os.PathLike[str]) -> Recipe:
         """Inverse of `to_text`; `FormatError` for anything else."""
         try:
             found: Any = json_text.parse(text)
