@@ -97,7 +97,7 @@ def test_coding_with_the_model_reaches_its_cross_entropy(model_dir: Path, captur
     from pltpack.quality.model import load_model
 
     loaded = load_model(model_dir)
-    tokens = next(iter(open_dumps(captured / f"{SESSIONS[0]}.safetensors"))).tokens[:200]
+    tokens = next(iter(open_dumps(captured / f"{SESSIONS[0]}.safetensors"))).tokens[:100]
     with torch.no_grad():
         logs = loaded.network(torch.as_tensor(tokens.astype(np.int64))[None]).logits[0].double().log_softmax(-1)
     entropy = -float(logs[:-1].gather(1, torch.as_tensor(tokens[1:, None].astype(np.int64))).sum()) / np.log(2)
