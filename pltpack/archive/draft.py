@@ -79,7 +79,8 @@ class Draft:
                     tokens = dataclasses.replace(tokens, boundary=0)
                 jobs = split(tokens, layers, block)
                 if run is not None:
-                    jobs = (dataclasses.replace(job, reference=self._values, promise=run.promise) for job in jobs)
+                    values = functools.partial(self._values, corrections)
+                    jobs = (dataclasses.replace(job, reference=values, promise=run.promise) for job in jobs)
                 yield from jobs
 
     def _pieces(self) -> list[tuple[TokenRange, Run | None]]:
@@ -139,9 +140,13 @@ class Draft:
                 return False
         return True
 
-    def _values(self, layers: range, start: int, stop: int) -> list[KeyValue]:
+    def _values(self, exact: bool, layers: range, start: int, stop: int) -> list[KeyValue]:
+        """The mapped values; what an exact codec has just written is read where it came from."""
         records = run_records(self.runs, self._libraries)
-        return reference_values(records, self._libraries, layers, start, stop)
+        return reference_values(records, self._libraries, layers, start, stop, self._owner if exact else lambda *_: None)
+
+    def _owner(self, library: Library, node: int) -> Snapshot | None:
+        return self._owners[node] if library is self._opened else None
 
 
 @np.errstate(invalid="ignore", over="ignore")  # NaN and infinities are told apart below, without a warning.

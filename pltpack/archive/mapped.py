@@ -5,7 +5,7 @@ Encoder and decoder take references from here, so that both see the same bits (s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from pltpack.archive.segments import fresh
 from pltpack.codec.base import KeyValue
 from pltpack.codec.rope import Rotation
 from pltpack.errors import FormatError
-from pltpack.snapshot import Identity
+from pltpack.snapshot import Identity, Snapshot
 
 
 def movable(identity: Identity) -> bool:
@@ -62,7 +62,12 @@ def units_of_run(
 
 
 def reference_values(
-    runs: np.ndarray, libraries: Sequence[Library], layers: range, start: int, stop: int
+    runs: np.ndarray,
+    libraries: Sequence[Library],
+    layers: range,
+    start: int,
+    stop: int,
+    owner: Callable[[Library, int], Snapshot | None] = lambda library, node: None,
 ) -> list[KeyValue]:
     """The values that the mapping gives for a token range of several layers, as a codec's reference.
 
@@ -76,6 +81,8 @@ def reference_values(
     layers : range
     start, stop : int
         Session tokens, at least one.
+    owner : callable, optional
+        Gives the session whose values a node holds bit by bit, where it is at hand: they need no decoding then.
 
     Returns
     -------
@@ -99,6 +106,10 @@ def reference_values(
     out = [fresh(identity.layers[layer], stop - start) for layer in layers]
     batch = Batch()
     for row in rows:
+        source = owner(libraries[row["library"]], int(row["node"]))
+        if source is not None:
+            _copy(source, row, layers, start, stop, out)
+            continue
         for library, record, begin, first, last in units_of_run(row, libraries, layers, start, stop):
             rooms = [(k[:, first - start : last - start], v[:, first - start : last - start]) for k, v in out]
             _fill(batch, library, record, layers, slice(first - begin, last - begin), rooms)
@@ -109,6 +120,15 @@ def reference_values(
         for keys, _ in out:
             move_keys(keys[:, first - start : last - start], identity, first - int(row["position_shift"]), first)
     return out
+
+
+def _copy(source: Snapshot, row: np.void, layers: range, start: int, stop: int, out: Sequence[KeyValue]) -> None:
+    """Take what a row gives of tokens ``[start, stop)`` from the session that its node's values came from."""
+    begin, shift = int(row["session_start"]), int(row["position_shift"])
+    first, last = max(begin, start), min(begin + int(row["length"]), stop)
+    for layer, pair in zip(layers, out, strict=True):
+        for room, array in zip(pair, source.layer(layer, first - shift, last - shift), strict=True):
+            room[:, first - start : last - start] = array
 
 
 def _fill(
