@@ -1,4 +1,4 @@
-"""Decoded units of several layers, kept for a while: mapping rows often ask for one again, for other tokens of it."""
+"""Decoded library units, kept for a while: mapping rows often ask for one again, for other tokens or sessions."""
 
 from __future__ import annotations
 

@@ -138,13 +138,13 @@ def _fill(
     unit = library.unit(record)
     whole = part == slice(0, unit.tokens)
     first = unit.layer - layers.start
-    if not unit.layers:
+    if library.decoded is not None:
+        found = library.decoded.get(library, record)
+    elif not unit.layers:
         if whole:
             batch.add(library, record, rooms[first])
             return
         found = [library.decode(record)]
-    elif library.decoded is not None:
-        found = library.decoded.get(library, record)
     else:
         inside = [rooms[i] if whole and 0 <= i < len(rooms) else None for i in range(first, first + len(unit.layers))]
         targets = [room or fresh(layer, unit.tokens) for room, layer in zip(inside, unit.layers, strict=True)]
