@@ -786,3 +786,48 @@ def test_an_archives_own_reading_does_without_the_loaders_copies(path):
         loader.load(loader.lookup(PREFIX))
         assert all(library.resident is None for library in archive.libraries)
         assert all(isinstance(s.container, segments.Container) for s in (*archive.libraries, archive.shard("s0")))
+
+
+# Odd arguments
+
+
+@pytest.mark.parametrize("into", [5, "x", (1, 2), (1,), [1, 2], {}, ([1], [2])])
+def test_what_is_no_destination_is_named(path, into):
+    with pltpack.open(path) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX)
+        with pytest.raises(UnsupportedError, match="load|destination"):
+            loader.stream(hit, into)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"depth": "x"}, {"depth": 2.5}, {"depth": True}, {"depth": 0}, {"workers": "x"}, {"memory": -1}, {"timeout": "x"},
+     {"read_bytes_per_second": 0}, {"device": 5}, {"identity": 5}],
+)  # fmt: skip
+def test_settings_of_a_wrong_kind_are_named(path, settings):
+    with pltpack.open(path) as archive, pytest.raises(UnsupportedError, match=next(iter(settings))):
+        archive.loader(**settings)
+
+
+@pytest.mark.parametrize(
+    "part", [{"layers": [0, 2]}, {"layers": 3}, {"layers": slice(0, 1)}, {"tokens": 5}, {"tokens": [0, 3]},
+             {"tokens": slice("a", 3)}, {"tokens": slice(0.5, 3)}],
+)  # fmt: skip
+def test_parts_of_a_wrong_kind_are_named(path, part):
+    with pltpack.open(path) as archive, pytest.raises(UnsupportedError, match=f"{next(iter(part))} must be"):
+        archive.read(archive.sessions[0], **part)
+
+
+def test_a_hit_is_cut_to_any_number_of_tokens(path):
+    with pltpack.open(path) as archive:
+        loader = archive.loader()
+        hit = loader.lookup(PREFIX)
+        odd = hit.first(33)
+        assert same(loader.load(odd), archive.snapshot(hit.session), 33)
+        for wrong in ("x", None, 33.5, True):
+            with pytest.raises(UnsupportedError, match="whole number"):
+                hit.first(wrong)
+        for nothing in (hit.first(-1), 5, None):
+            with pytest.raises(UnsupportedError, match="load"):
+                loader.stream(nothing)

@@ -143,7 +143,8 @@ class Draft:
     def _values(self, exact: bool, layers: range, start: int, stop: int) -> list[KeyValue]:
         """The mapped values; what an exact codec has just written is read where it came from."""
         records = run_records(self.runs, self._libraries)
-        return reference_values(records, self._libraries, layers, start, stop, self._owner if exact else lambda *_: None)
+        owner = self._owner if exact else None
+        return reference_values(records, self._libraries, layers, start, stop, owner)
 
     def _owner(self, library: Library, node: int) -> Snapshot | None:
         return self._owners[node] if library is self._opened else None

@@ -67,7 +67,7 @@ def reference_values(
     layers: range,
     start: int,
     stop: int,
-    owner: Callable[[Library, int], Snapshot | None] = lambda library, node: None,
+    owner: Callable[[Library, int], Snapshot | None] | None = None,
 ) -> list[KeyValue]:
     """The values that the mapping gives for a token range of several layers, as a codec's reference.
 
@@ -106,7 +106,7 @@ def reference_values(
     out = [fresh(identity.layers[layer], stop - start) for layer in layers]
     batch = Batch()
     for row in rows:
-        source = owner(libraries[row["library"]], int(row["node"]))
+        source = owner(libraries[row["library"]], int(row["node"])) if owner is not None else None
         if source is not None:
             _copy(source, row, layers, start, stop, out)
             continue

@@ -18,13 +18,14 @@ from pltpack.archive.backends import backend_of
 from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.decoding import decode_layers, one_buffer, span_pieces
 from pltpack.archive.library import Library
+from pltpack.archive.ranges import check_layers, check_tokens
 from pltpack.archive.recompute import Rebuild
 from pltpack.archive.segments import Segment
 from pltpack.archive.shard import Shard
 from pltpack.archive.spans import SpanSource
 from pltpack.archive.threads import together
 from pltpack.codec.base import KeyValue, State
-from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError
+from pltpack.errors import ConflictError, FormatError, NotFoundError
 from pltpack.format.container import GoneError
 from pltpack.format.manifest import Manifest
 from pltpack.snapshot import Identity, Snapshot
@@ -284,6 +285,8 @@ class Archive:
         UnsupportedError
             If a range is empty, reversed, stepped or outside the session.
         """
+        if not isinstance(session, str):
+            raise NotFoundError(f"no session {session!r}", self.path)
         whole = self.snapshot(session)
         chosen = check_layers(layers, len(self.identity.layers), str(self.path))
         start, stop = check_tokens(tokens, len(whole), whole.origin)
@@ -393,23 +396,3 @@ class ShardSource:
                 return decode_layers(shard, layers, start, stop, out)
             except GoneError as error:
                 self._archive.follow(generation, error)
-
-
-def check_layers(layers: range | None, count: int, origin: str | None = None) -> range:
-    """A checked layer range (`None` is all)."""
-    if layers is None:
-        return range(count)
-    if layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
-        raise UnsupportedError(f"layers {layers.start}:{layers.stop} are not a range within 0:{count}", origin)
-    return layers
-
-
-def check_tokens(tokens: slice | None, count: int, origin: str | None = None) -> tuple[int, int]:
-    """A checked token range (`None` is all)."""
-    if tokens is None:
-        return 0, count
-    start = 0 if tokens.start is None else tokens.start
-    stop = count if tokens.stop is None else tokens.stop
-    if tokens.step not in (None, 1) or not 0 <= start <= stop <= count or (start == stop and count):
-        raise UnsupportedError(f"tokens {start}:{stop} are not a range within 0:{count}", origin)
-    return start, stop

@@ -10,6 +10,7 @@ import numpy as np
 from pltpack.archive.decoding import one_buffer
 from pltpack.codec.base import KeyValue
 from pltpack.errors import UnsupportedError
+from pltpack.serve.arguments import arrays_of
 from pltpack.snapshot import DTYPES, LayerGeometry
 
 _BF16 = DTYPES["BF16"]
@@ -92,7 +93,8 @@ class Contiguous:
         self._tokens = tokens
         # Not before: it may be that a loader wants arrays on a device.
         keys, values = self._given
-        self._keys, self._values = ([self._as_array(part[i]) for i in range(len(part))] for part in (keys, values))
+        self._keys, self._values = ([self._as_array(array) for array in arrays_of(name, part)]
+                                    for name, part in (("keys", keys), ("values", values)))  # fmt: skip
         for name, arrays, dims in (("keys", self._keys, [layer.k_dim for layer in layers]),
                                    ("values", self._values, [layer.v_dim for layer in layers])):  # fmt: skip
             if len(arrays) != len(layers):

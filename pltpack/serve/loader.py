@@ -15,6 +15,7 @@ from pltpack.archive.backends import backend_of
 from pltpack.archive.shard import Shard
 from pltpack.errors import FormatError, PltpackError, UnsupportedError
 from pltpack.format.container import GoneError
+from pltpack.serve.arguments import hit_of, is_destination, positive, whole
 from pltpack.serve.centroids import Centroids, keys_of
 from pltpack.serve.destinations import Contiguous, Destination, Fresh
 from pltpack.serve.misses import LASTING, MissError, Misses, reason_of
@@ -81,10 +82,15 @@ class Loader:
         read_bytes_per_second: float | None = None,
         mapped: bool = False,
     ) -> None:
+        if not isinstance(device, str):
+            raise UnsupportedError(f"device must be a name, not {device!r}")
         backend = backend_of(device)
-        workers = (os.cpu_count() or 1) if workers is None else workers
-        if not (1 <= depth <= MAX_DEPTH and workers >= 1 and memory >= 0):
-            raise UnsupportedError(f"a loader takes a depth of 1 to {MAX_DEPTH}, at least one worker, and memory")
+        workers = whole("workers", (os.cpu_count() or 1) if workers is None else workers, 1)
+        depth, memory = whole("depth", depth, 1, MAX_DEPTH), whole("memory", memory, 0)
+        timeout = positive("timeout", timeout, zero=True)
+        read_bytes_per_second = positive("read_bytes_per_second", read_bytes_per_second)
+        if identity is not None and not isinstance(identity, Identity):
+            raise UnsupportedError(f"identity must be an Identity, not {identity!r}")
         if identity is not None:
             own = dataclasses.replace(archive.identity, salt=identity.salt)
             own.require_loadable(identity, tuple(accept_unknown), str(archive.path))
@@ -135,15 +141,14 @@ class Loader:
         UnsupportedError
             If the hit is empty, or does not fit its destination.
         """
-        if not hit:
-            raise UnsupportedError("there is nothing to load: the look-up found nothing")
+        hit = hit_of(hit)
         index = self._prefixes()
         shard = index.sources.get(hit.session)
         if shard is None or hit.generation != index.generation or hit.tokens > len(shard.tokens):
             stale = FormatError("the archive has changed since the look-up", self.archive.path)
             raise self._misses.add(hit.session, "stale", stale)
         destination = _destination(into, self._device)
-        limit = self._timeout if timeout is None else timeout
+        limit = self._timeout if timeout is None else positive("timeout", timeout, zero=True)
         try:
             destination.begin(self.archive.identity.layers, hit.tokens)
             job = Job(shard, hit.tokens, destination, self._device)
@@ -282,12 +287,17 @@ def _destination(into: Any, stages: DeviceStages | None) -> Destination:
     if into is None:
         found = Fresh()
     elif isinstance(into, tuple):
+        if len(into) != 2:
+            raise UnsupportedError(f"a load goes to a pair of keys and values, not to {len(into)} things")
         found = Contiguous(*into)
     elif hasattr(into, "layers") and not hasattr(into, "begin"):
         from pltpack.serve.cache import Filled
 
         found = Filled(into)
     else:
+        if not is_destination(into):
+            raise UnsupportedError(f"a load cannot go to {type(into).__name__}: give a pair of keys and values, a "
+                                   "Paged, a DynamicCache or another Destination")  # fmt: skip
         found = into
     if stages is None:
         return found

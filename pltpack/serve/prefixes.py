@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from pltpack.archive.library import Library
 from pltpack.archive.shard import Shard, TokenCount
-from pltpack.errors import FormatError
+from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import tables
 from pltpack.format.manifest import SessionEntry
 from pltpack.snapshot import token_ids
@@ -46,7 +47,16 @@ class Hit:
         return -(-self.tokens // self.block)
 
     def first(self, tokens: int) -> Hit:
-        """The same, of at most so many tokens."""
+        """The same, of at most so many tokens, which need not be whole blocks.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is not a whole number.
+        """
+        if not isinstance(tokens, numbers.Integral) or isinstance(tokens, bool):
+            raise UnsupportedError(f"tokens must be a whole number, not {tokens!r}")
+        tokens = int(tokens)
         return dataclasses.replace(self, tokens=max(0, min(tokens, self.tokens)))
 
 
