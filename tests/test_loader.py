@@ -796,7 +796,7 @@ def test_what_is_no_destination_is_named(path, into):
     with pltpack.open(path) as archive:
         loader = archive.loader()
         hit = loader.lookup(PREFIX)
-        with pytest.raises(UnsupportedError, match="load|destination"):
+        with pytest.raises(UnsupportedError, match=r"load|destination"):
             loader.stream(hit, into)
 
 

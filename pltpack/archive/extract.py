@@ -13,7 +13,7 @@ from pltpack.archive.convert import check_target
 from pltpack.archive.create import PathLike, quiet
 from pltpack.archive.decoding import decode_layers, span_pieces
 from pltpack.archive.encoding import Progress, in_order, relative_error, same_bits
-from pltpack.archive.ranges import check_layers, check_tokens
+from pltpack.archive.parts import check_layers, check_tokens
 from pltpack.archive.reader import Archive
 from pltpack.archive.recompute import Rebuild
 from pltpack.archive.segments import Segment

@@ -18,7 +18,7 @@ from pltpack.archive.backends import backend_of
 from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.decoding import decode_layers, one_buffer, span_pieces
 from pltpack.archive.library import Library
-from pltpack.archive.ranges import check_layers, check_tokens
+from pltpack.archive.parts import check_layers, check_tokens
 from pltpack.archive.recompute import Rebuild
 from pltpack.archive.segments import Segment
 from pltpack.archive.shard import Shard
