@@ -22,7 +22,7 @@ CLASSES = 16
 ORDINARY = 6
 #: Octaves by which classes lie lower: an ordinary token has class ``ORDINARY - SHIFT``, so that sinks have one too.
 SHIFT = 3
-_LEAST_NORM = 1e-4
+LEAST_NORM = 1e-4
 #: Magnitude bound of a logarithm of importance.
 _MOST = 60.0
 #: Sinks are felt more than what is predicted: octaves from which on they are, and by how much for each of them.
@@ -49,7 +49,7 @@ def norms(arrays: KeyValue) -> np.ndarray:
     for array in arrays:
         x = np.nan_to_num(array.astype(np.float32), copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         parts.append(np.sqrt(np.einsum("htd,htd->ht", x, x, dtype=np.float64)).T)
-    found = np.log(np.maximum(np.concatenate(parts, axis=1), _LEAST_NORM))
+    found = np.log(np.maximum(np.concatenate(parts, axis=1), LEAST_NORM))
     out: np.ndarray = found.astype(np.float32)
     return out
 

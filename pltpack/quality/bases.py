@@ -17,6 +17,10 @@ STEP = 2e-3
 COARSEST, COARSEST_LOCAL = 1.0, 0.3
 # Directions beyond those wanted that the search for a subspace carries along: a share of them, and how many at least.
 _MORE, _LEAST_MORE = 0.08, 8
+# What is added to all eigenvalues while they are searched for, in parts of the mean of those carried along.
+_SHIFT = 1e-6
+# Lines that are multiplied in double precision at once.
+_LINES = 2048
 
 
 def is_wide(rows: int, count: int) -> bool:
@@ -38,11 +42,12 @@ def sample_size(count: int) -> int:
 def subspace(
     start: np.ndarray, count: int, pieces: Callable[[], Iterator[np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Largest eigenvalues of E[x xᵀ], float32 ``[count]``, falling, and nearly their eigenvectors, ``[rows, count]``.
+    """Largest eigenvalues of C = E[x xᵀ], float32 ``[count]``, and nearly their eigenvectors, ``[rows, count]``.
 
-    Subspace iteration (Halko, Martinsson & Tropp, arXiv 0909.4061) that never makes the matrix: it is `rows` wide, and
-    products with the tokens themselves take half the time. Tokens as a start are worth half an iteration, one more
-    follows, and what it found is diagonalized.
+    The Nyström approximation ``C Q (Qᵀ C Q)⁻¹ Qᵀ C`` (Tropp, Yurtsever, Udell & Cevher, arXiv 1706.05736) of the
+    matrix, which is never made: it is `rows` wide, and products with the tokens themselves take half the time. Q is
+    from tokens, which are worth half an iteration of a search for the subspace, and the eigenvectors are combinations
+    of C Q, so that all tokens are looked at once and decide as they would in another iteration.
 
     Parameters
     ----------
@@ -50,7 +55,7 @@ def subspace(
         float32 ``[sample_size(count), rows]``: tokens; where there are not so many, chance directions fill up.
     count : int
     pieces : callable
-        Gives all tokens, float32 ``[T, rows]`` at a time; called twice.
+        Gives all tokens, float32 ``[T, rows]`` at a time; called once.
     """
     missing = sample_size(count) - len(start)
     if missing > 0:
@@ -58,17 +63,26 @@ def subspace(
         start = np.concatenate([start, chance])
     basis, _ = np.linalg.qr(start.T)
     turned = np.zeros_like(basis)
-    for piece in pieces():
-        turned += piece.T @ (piece @ basis)
-    basis, _ = np.linalg.qr(turned)
     small, tokens = np.zeros((basis.shape[1], basis.shape[1])), 0
     for piece in pieces():
         found = piece @ basis
+        turned += piece.T @ found
         small += found.T @ found
         tokens += len(piece)
-    values, vectors = np.linalg.eigh(small / tokens)
-    chosen = np.ascontiguousarray(vectors[:, ::-1][:, :count], dtype=np.float32)
-    return values[::-1][:count].astype(np.float32), basis @ chosen
+    # A little of the identity keeps directions that no token has from being divided by nothing.
+    shift = _SHIFT * float(np.trace(small)) / len(small)
+    small[np.diag_indices_from(small)] += shift
+    turned += np.float32(shift) * basis
+    root = np.linalg.cholesky(small)
+    factor = turned @ np.linalg.inv(root).T.astype(np.float32)
+    gram = np.zeros(small.shape)
+    for at in range(0, len(factor), _LINES):
+        part = factor[at : at + _LINES].astype(np.float64)
+        gram += part.T @ part
+    values, vectors = np.linalg.eigh(gram)
+    values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
+    chosen = np.ascontiguousarray(vectors / np.sqrt(np.maximum(values, 1e-30)), dtype=np.float32)
+    return (np.maximum(values - shift, 0) / tokens).astype(np.float32), factor @ chosen
 
 
 def residual_components(block: np.ndarray, shared: np.ndarray, values: np.ndarray) -> np.ndarray:

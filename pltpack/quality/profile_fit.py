@@ -205,19 +205,18 @@ class Fitter:
             total /= tokens
             self._stage("basis", 0, 1)
             return *bases.eigen(total, rank), [total[a:b, a:b] for a, b in spans]
-        layers: list[np.ndarray] = []
+        layers = [np.zeros((b - a, b - a), np.float32) for a, b in spans]
         tokens = 0
 
         def pieces() -> Iterator[np.ndarray]:
             nonlocal tokens
-            new = not layers
-            layers.extend(np.zeros((b - a, b - a), np.float32) for a, b in spans if new)
-            for piece in self._pieces(first, last, "covariance" if new else "basis"):
+            for piece in self._pieces(first, last, "covariance"):
                 # Whitened rows take as long to make as these products: they are made once for both.
-                for (a, b), sum_ in zip(spans if new else (), layers if new else (), strict=True):
+                for (a, b), sum_ in zip(spans, layers, strict=True):
                     sum_ += piece[:, a:b].T @ piece[:, a:b]
-                tokens += len(piece) if new else 0
+                tokens += len(piece)
                 yield piece
+            self._stage("basis", 0, 1)
 
         found = bases.subspace(self._sample(first, last, bases.sample_size(rank)), rank, pieces)
         return *found, [sum_ / tokens for sum_ in layers]
@@ -225,10 +224,7 @@ class Fitter:
     def _sample(self, first: int, last: int, count: int) -> np.ndarray:
         """Whitened rows of about so many tokens of all windows, evenly."""
         each = -(-count // self.windows.count)
-        parts = []
-        for index in range(self.windows.count):
-            rows = self.windows.rows(index, part=slice(first, last))
-            parts.append(rows[np.linspace(0, len(rows) - 1, min(each, len(rows))).round().astype(int)])
+        parts = [self.windows.some_rows(index, each, slice(first, last)) for index in range(self.windows.count)]
         return self._white(np.concatenate(parts)[:count], first)
 
     def _pieces(self, first: int, last: int, stage: str) -> Iterator[np.ndarray]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pltpack.codec.importance import LEAST_NORM
 from pltpack.codec.profile import blocks_of, rows_of
 from pltpack.snapshot import LayerGeometry
 
@@ -88,11 +89,10 @@ def parted(rows: np.ndarray, layers: Sequence[LayerGeometry]) -> tuple[list[np.n
 
 
 def log_norms(rows: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """What `pltpack.codec.importance.norms` gives, of all layers: float32 ``[T, blocks]``."""
-    from pltpack.codec.importance import norms
-
-    parts = [norms(pair) for pair in zip(*parted(rows, blocks.layers), strict=True)]
-    return np.concatenate(parts, axis=1)
+    """What `pltpack.codec.importance.norms` gives but for rounding, of all layers: float32 ``[T, blocks]``."""
+    squares = np.concatenate([np.einsum("btw,btw->tb", part, part) for _, part in blocks.split(rows)], axis=1)
+    found: np.ndarray = np.log(np.maximum(np.sqrt(squares.astype(np.float64)), LEAST_NORM)).astype(np.float32)
+    return found
 
 
 def to_bits(x: np.ndarray) -> np.ndarray:

@@ -70,6 +70,11 @@ class Windows:
         """Rows of every `step`-th token from token `first` on, float32; `part` of the rows."""
         return from_bits(self._load(index, "rows")[first::step, part])
 
+    def some_rows(self, index: int, count: int, part: slice) -> np.ndarray:
+        """The same of about so many tokens, evenly."""
+        found = self._load(index, "rows")[SINK_TOKENS:, part]
+        return from_bits(found[np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)])
+
     def all_rows(self) -> Iterator[np.ndarray]:
         """Rows of each window's tokens after its sinks."""
         for index in range(self.count):
