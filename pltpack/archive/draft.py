@@ -79,8 +79,7 @@ class Draft:
                     tokens = dataclasses.replace(tokens, boundary=0)
                 jobs = split(tokens, layers, block)
                 if run is not None:
-                    values = functools.partial(self._values, corrections)
-                    jobs = (dataclasses.replace(job, reference=values, promise=run.promise) for job in jobs)
+                    jobs = (dataclasses.replace(job, reference=self._values, promise=run.promise) for job in jobs)
                 yield from jobs
 
     def _pieces(self) -> list[tuple[TokenRange, Run | None]]:
@@ -140,14 +139,13 @@ class Draft:
                 return False
         return True
 
-    def _values(self, exact: bool, layers: range, start: int, stop: int) -> list[KeyValue]:
-        """The mapped values; what an exact codec has just written is read where it came from."""
+    def _values(self, layers: range, start: int, stop: int) -> list[KeyValue]:
         records = run_records(self.runs, self._libraries)
-        owner = self._owner if exact else None
-        return reference_values(records, self._libraries, layers, start, stop, owner)
+        return reference_values(records, self._libraries, layers, start, stop, self._owner)
 
     def _owner(self, library: Library, node: int) -> Snapshot | None:
-        return self._owners[node] if library is self._opened else None
+        """The session that an exact codec's node has just been written from: its values need no decoding."""
+        return self._owners[node] if library is self._opened and library.codec(0).exact else None
 
 
 @np.errstate(invalid="ignore", over="ignore")  # NaN and infinities are told apart below, without a warning.
