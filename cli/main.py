@@ -17,6 +17,7 @@ from pltpack_cli.decompress import decompress
 from pltpack_cli.failures import Reporting, reported
 from pltpack_cli.inspect import inspect
 from pltpack_cli.maintain import compact, gc
+from pltpack_cli.metrics import serve_metrics
 from pltpack_cli.report import report
 from pltpack_cli.score import score
 from pltpack_cli.transfer import export_session, import_session
@@ -24,7 +25,7 @@ from pltpack_cli.verify import verify
 
 COMMANDS = (
     compress, append, decompress, convert, warm, inspect, verify, compact, gc, export_session, import_session, capture,
-    calibrate, score, report, bench, completion,
+    calibrate, score, report, serve_metrics, bench, completion,
 )  # fmt: skip
 
 

@@ -303,3 +303,36 @@ def test_ranges_of_ordinary_sessions(profile, ordinary, planted):
     assert found["foreign"].strange()
     assert Range(float("nan"), 1.0, 0.0).outside() and Range(0.1, 1.0, 0.0).strange()
     assert KEY.startswith("x-")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_model_catches_what_is_planted(model_dir, real_dumps, tmp_path):
+    from benchmarks.guard import altered, times_50
+    from pltpack.quality.model import load_tokenizer
+    from pltpack.quality.probes import read_continuations
+
+    profile = tmp_path / "p.safetensors"
+    calibrate(model_dir, ROOT / "fixtures" / "sessions.json", profile, tokens=2048, window=512, profile_rank=128)
+    model = load_model(model_dir)
+    texts = read_continuations(real_dumps.parent / "continuations.safetensors")
+    ordinary = [s for s in pltpack.open_dumps([real_dumps]) if s.session in ("frost", "battery-code")]
+    text = "Ἄνδρα μοι ἔννεπε, Μοῦσα, πολύτροπον, ὃς μάλα πολλὰ πλάγχθη, ἐπεὶ Τροίης ἱερὸν πτολίεθρον ἔπερσε· " * 3
+    ids = np.array(load_tokenizer(model_dir)(text).input_ids, np.int32)[:240]
+    layers = [(one.keys[0].numpy().astype(BF16), one.values[0].numpy().astype(BF16))
+              for one in prefill(model, ids[:-64]).layers]  # fmt: skip
+    greek = Snapshot.from_arrays("planted-greek", ids[:-64], layers, ordinary[0].identity)
+    planted = [times_50(ordinary[0]), altered(model, ordinary[1]), greek]
+    texts |= {"planted-times-50": texts[ordinary[0].session], "planted-altered-weights": texts[ordinary[1].session],
+              "planted-greek": ids[-64:]}  # fmt: skip
+    sessions = [*ordinary, *planted]
+    pltpack.compress(sessions, tmp_path / "a", quality="small", profile=profile, guard=ModelGuard(model, texts))
+    found, after = records(tmp_path / "a"), kls(model, tmp_path / "a", sessions, texts)
+    assert found["planted-times-50"].kept == found["planted-altered-weights"].kept == LAST
+    assert found["planted-greek"].range["energy"] > 1.3
+    for name, record in found.items():
+        assert after[name] <= 0.025, name
+        assert record.last.reason == HOLDS
+    pltpack.compress(sessions, tmp_path / "b", quality="small", profile=profile, guard=ProfileGuard())
+    without = records(tmp_path / "b")
+    assert without["planted-times-50"].kept == LAST and without["planted-greek"].kept != "small"

@@ -34,7 +34,7 @@ class Centroids:
         self._pins: dict[Key, int] = {}
         # Bytes of centroids that are not pinned.
         self._loose = 0
-        self._hits = self._decoded = 0
+        self._hits = self._decoded = self._evicted = 0
 
     def holds(self, segment: Segment, record: np.void) -> bool:
         """Whether a unit is here."""
@@ -88,6 +88,7 @@ class Centroids:
             if key != spared and key not in self._pins:
                 del self._units[key]
                 self._loose -= self._sizes.pop(key)
+                self._evicted += 1
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Never free these centroids until they are unpinned as often."""
@@ -109,11 +110,12 @@ class Centroids:
             self._shrink(self.budget)
 
     def stats(self) -> dict[str, int]:
-        """Bytes and centroids kept, how many pinned, and how many units were found here or decoded."""
+        """Bytes and centroids kept, how many pinned and freed, and how many units were found here or decoded."""
         with self._lock:
             return {
                 "bytes": sum(self._sizes.values()), "budget": self.budget, "centroids": len(self._units),
                 "pinned": len(self._pins), "hits": self._hits, "decoded": self._decoded,
+                "evicted": self._evicted,
             }  # fmt: skip
 
     def clear(self) -> None:

@@ -26,6 +26,9 @@ class Channel(Generic[Item]):
         self._size, self._writers, self._cancelled = size, writers, False
         self._changed = threading.Condition()
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def put(self, item: Item) -> bool:
         """Wait for room and add an item; False if the channel was cancelled."""
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pltpack.archive.shard import Shard
@@ -20,9 +21,10 @@ class LoadedLayer(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is to be loaded, where to, and what decodes it if that is not the CPU."""
+    """What is to be loaded, where to, what decodes it if that is not the CPU, and who is told each stage's seconds."""
 
     shard: Shard
     tokens: int
     destination: Destination
     device: DeviceStages | None = None
+    observe: Callable[[str, float], object] | None = None

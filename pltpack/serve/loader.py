@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,17 @@ from pltpack.errors import FormatError, PltpackError, UnsupportedError
 from pltpack.format.container import GoneError
 from pltpack.serve.arguments import hit_of, is_destination, positive, whole
 from pltpack.serve.centroids import Centroids, keys_of
+from pltpack.serve.counters import Counters
 from pltpack.serve.destinations import Contiguous, Destination, Fresh
+from pltpack.serve.fallback import Fallbacks
+from pltpack.serve.guard import Alert, AlertLimits, LoadGuard
+from pltpack.serve.job import Job
 from pltpack.serve.misses import LASTING, MissError, Misses, reason_of
 from pltpack.serve.prefixes import Hit, PrefixIndex, library_paths
 from pltpack.serve.staged import Reads, staged, staged_shard
-from pltpack.serve.stream import Job, LoadedLayer, Stream, Work
+from pltpack.serve.stream import LoadedLayer, Stream, Work
 from pltpack.snapshot import Identity
+from pltpack.snapshot import token_ids as checked_ids
 
 if TYPE_CHECKING:
     from pltpack.archive.reader import Archive
@@ -60,6 +66,15 @@ class Loader:
         Limit for reading, to see what a slower disk would do.
     mapped : bool
         Map files instead of copying from them: see `pltpack.serve.staged.Reads`.
+    quality : callable, optional
+        Asked for every hit that `lookup` finds: by how many percent the perplexity of who continued from its session
+        rose, or None if that is not known. `report` says the same of its own accord.
+    on_alert : callable, optional
+        Told every `pltpack.serve.guard.Alert`.
+    limits : AlertLimits, optional
+        When sessions are barred, and when they are cleared.
+    fallback : Archive, optional
+        Holds raw or lossless caches of the same sessions, which take the place of barred ones.
 
     Raises
     ------
@@ -81,6 +96,10 @@ class Loader:
         timeout: float | None = None,
         read_bytes_per_second: float | None = None,
         mapped: bool = False,
+        quality: Callable[[Hit], float | None] | None = None,
+        on_alert: Callable[[Alert], object] | None = None,
+        limits: AlertLimits | None = None,
+        fallback: Archive | None = None,
     ) -> None:
         if not isinstance(device, str):
             raise UnsupportedError(f"device must be a name, not {device!r}")
@@ -105,6 +124,12 @@ class Loader:
         self._running: weakref.WeakSet[Work] = weakref.WeakSet()
         self._bad: set[str] = set()
         self._closed = False
+        self.counters, self._quality = Counters(), quality
+        raw = None if fallback is None else fallback.loader(
+            device, depth=depth, memory=memory, workers=workers, identity=identity, accept_unknown=accept_unknown,
+            timeout=timeout,
+        )  # fmt: skip
+        self._fallbacks = Fallbacks(LoadGuard(limits, on_alert), raw)
 
     def lookup(self, token_ids: Any) -> Hit:
         """The longest stored prefix of a prompt, over all sessions and library paths of the tenant, in whole blocks.
@@ -119,7 +144,41 @@ class Loader:
         Hit
             False as a condition if nothing is stored.
         """
-        return self._prefixes().lookup(token_ids)
+        ids = checked_ids(token_ids)
+        index = self._prefixes()
+        hit = index.lookup(ids)
+        rise = self._quality(hit) if hit and self._quality is not None else None
+        if rise is not None:
+            self.report(hit, rise)
+        if hit and self.guard.barred(hit.session):
+            hit, kind = self._fallbacks.instead(index, hit, ids)
+            self.counters.add("fallbacks", kind)
+        self.counters.add("lookups", "found" if hit else "not found")
+        self.counters.add("tokens", "found", hit.tokens)
+        self.counters.add("tokens", "not found", len(ids) - hit.tokens)
+        return hit
+
+    def report(self, hit: Hit, ppl_change_pct: float) -> Alert | None:
+        """Say by how many percent the perplexity of who continued from a hit's session rose.
+
+        Returns
+        -------
+        Alert or None
+            If the session is barred by this, until it has proved good: see `pltpack.serve.guard`.
+        """
+        if hit.source or not hit:
+            # Raw caches are what others are compared with.
+            return None
+        kind = functools.partial(self._fallbacks.kind, self._prefixes, hit.session)
+        alert = self.guard.report(hit.session, ppl_change_pct, kind)
+        if alert is not None:
+            self.counters.add("alerts", alert.level)
+        return alert
+
+    @property
+    def guard(self) -> LoadGuard:
+        """What was reported of sessions, and which are barred."""
+        return self._fallbacks.guard
 
     def stream(self, hit: Hit, into: Any = None, timeout: float | None = None) -> Stream:
         """Start loading; iterate over the result to get each layer as it becomes ready, in order.
@@ -142,6 +201,9 @@ class Loader:
             If the hit is empty, or does not fit its destination.
         """
         hit = hit_of(hit)
+        self.counters.add("loads", hit.source or "stored")
+        if hit.source and self._fallbacks.raw is not None:
+            return self._fallbacks.raw.stream(dataclasses.replace(hit, source=""), into, timeout)
         index = self._prefixes()
         shard = index.sources.get(hit.session)
         if shard is None or hit.generation != index.generation or hit.tokens > len(shard.tokens):
@@ -151,7 +213,7 @@ class Loader:
         limit = self._timeout if timeout is None else positive("timeout", timeout, zero=True)
         try:
             destination.begin(self.archive.identity.layers, hit.tokens)
-            job = Job(shard, hit.tokens, destination, self._device)
+            job = Job(shard, hit.tokens, destination, self._device, self.counters.span)
             work = Work(job, self._depth, self._workers, limit, functools.partial(self._report, hit))
         except UnsupportedError:
             raise
@@ -186,8 +248,21 @@ class Loader:
 
     @property
     def misses(self) -> dict[str, int]:
-        """Loads that came to nothing, by reason."""
-        return self._misses.counts()
+        """Loads that came to nothing, by reason; those of raw caches included."""
+        raw = self._fallbacks.raw
+        return dict(collections.Counter(self._misses.counts()) + collections.Counter(raw.misses if raw else {}))
+
+    @property
+    def read_bytes(self) -> int:
+        """Payload bytes read so far."""
+        return self._reads.bytes
+
+    def in_flight(self) -> tuple[int, int]:
+        """Loads under way, and units that wait between their stages."""
+        with self._lock:
+            queued = [work.queued for work in self._running]
+        running = [units for units in queued if units is not None]
+        return len(running), sum(running)
 
     @property
     def centroids(self) -> dict[str, int]:
@@ -264,6 +339,8 @@ class Loader:
         if self._device is not None:
             self._device.backend.lanes.close()
         self._index = None
+        if self._fallbacks.raw is not None:
+            self._fallbacks.raw.close()
 
     def __enter__(self) -> Loader:
         return self

@@ -31,12 +31,15 @@ class Hit:
         Tokens per block.
     generation : int
         The archive's generation that it was found in.
+    source : str
+        Empty, or ``raw`` for a hit in the archive that takes the place of barred sessions.
     """
 
     session: str
     tokens: int
     block: int
     generation: int
+    source: str = ""
 
     def __bool__(self) -> bool:
         return self.tokens > 0

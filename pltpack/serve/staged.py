@@ -63,11 +63,15 @@ class Reads:
     def __init__(self, bytes_per_second: float | None = None, mapped: bool = False) -> None:
         self._speed, self._mapped = bytes_per_second, mapped
         self._free_at, self._lock = 0.0, threading.Lock()
+        #: Payload bytes read so far.
+        self.bytes = 0
 
     def read(self, container: Container, offset: int, length: int,
              sleep: Callable[[float], object] = time.sleep) -> bytes | memoryview:  # fmt: skip
         """Payload bytes of an open container; `sleep` waits where the speed is limited."""
         data = container.mapped(offset, length) if self._mapped else container.payload(offset, length)
+        with self._lock:
+            self.bytes += length
         if self._speed:
             with self._lock:
                 now = time.perf_counter()

@@ -60,7 +60,7 @@ class Work:
 
     def __init__(self, job: Job, depth: int, workers: int, timeout: float | None, report: Report) -> None:
         self._job, self._report = job, report
-        self.timeline = Timeline()
+        self.timeline = Timeline(job.observe)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._pieces = pieces_of(job.shard, job.tokens)
         layers = len(job.shard.identity.layers)
@@ -282,6 +282,11 @@ class Work:
         """Whether everything is where it belongs."""
         with self._lock:
             return not self._missing
+
+    @property
+    def queued(self) -> int | None:
+        """Units that wait between stages; None once the load is complete or has ended."""
+        return None if self.complete or self._stop.is_set() else sum(map(len, self._channels))
 
     def fail(self, error: BaseException) -> None:
         """End the load; the first error is the one that counts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -16,15 +17,24 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of one load; any thread may add to it."""
+    """Spans of one load; any thread may add to it.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    observe : callable, optional
+        Told the stage and the seconds of every span.
+    """
+
+    def __init__(self, observe: Callable[[str, float], object] | None = None) -> None:
         self._begin = time.perf_counter()
         self._spans: list[Span] = []
+        self._observe = observe
 
     def add(self, stage: str, label: str, start: float, end: float) -> None:
         """Note a span; times as of `time.perf_counter`."""
         self._spans.append(Span(stage, label, start - self._begin, end - self._begin))
+        if self._observe is not None:
+            self._observe(stage, end - start)
 
     @property
     def spans(self) -> list[Span]:
