@@ -20,6 +20,7 @@ from pltpack_cli.options import (
     dump_options,
     dumps_argument,
     json_option,
+    key_option,
     model_options,
     near_options,
     no_dedup_option,
@@ -51,6 +52,8 @@ _admitted = budget_option("Units that may go to the library; those that share mo
 @no_dedup_option
 @near_options
 @_admitted
+@click.option("--encrypt", is_flag=True, help="Encrypt all that is stored (AES-256-GCM), with the key of --key-file.")
+@key_option
 @click.option("--block", type=click.IntRange(min=1), default=32, show_default=True, metavar="TOKENS",
               help="Tokens per block, the unit of sharing and paging; 16 to 32 are recommended.")  # fmt: skip
 @guard_options
@@ -64,7 +67,7 @@ def compress(
     target_bytes: int | None, no_dedup: bool, no_near: bool,
     window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
     from_options: dict[str, str], model: Path | None, known: Path | None, device: str, guard: Guard | None,
-    quiet: bool, as_json: bool,
+    quiet: bool, encrypt: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
@@ -103,7 +106,7 @@ def compress(
             options=from_options, identity=known_identity(model, known),
             profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
             near=not no_near, window=window, tau=tau, library_budget=library_budget, guard=guard, device=device,
-            progress=progress,
+            encrypt=encrypt, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, output)
 

@@ -49,10 +49,16 @@ def inspect(
     """
     import pltpack
     from pltpack.errors import NotFoundError
+    from pltpack.store import open_store
 
     if not trie and (svg is not None or tokenizer is not None):
         raise click.UsageError("--svg and --tokenizer need --trie")
-    with pltpack.open(archive, profile=profile) as opened:
+    store = open_store(archive)
+    outline = store.outline()
+    if outline is not None and store.secret() is None and not trie and not sessions:
+        _print_outline(archive, outline, as_json)
+        return
+    with pltpack.open(store, profile=profile) as opened:
         for session in sessions:
             if session not in opened.sessions:
                 raise NotFoundError(f"no session {session!r}", archive)
@@ -71,6 +77,19 @@ def inspect(
         print_trie(view, limit, str(archive))
     elif description is not None:
         _print_tree(description)
+
+
+def _print_outline(archive: Path, outline: Mapping[str, Any], as_json: bool) -> None:
+    """What is seen of an encrypted archive without its key."""
+    if as_json:
+        print_json({"path": archive, "encrypted": outline})
+        return
+    files = outline["files"]
+    total = sum(file["bytes"] for file in files)
+    click.echo(f"{plain(archive)}: encrypted with key {plain(outline['key'])}, generation {outline['generation']}, "
+               f"{count(len(files), 'file')}, {size(total)} (give the key to see more)")  # fmt: skip
+    for file in files:
+        click.echo(f"  {plain(file['file'])}  {size(file['bytes'])}")
 
 
 def _print_tree(description: Mapping[str, Any]) -> None:

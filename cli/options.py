@@ -82,7 +82,23 @@ def _formats() -> list[str]:
 TIER = Name("TIER", _tiers)
 FORMAT = Name("FORMAT", _formats)
 
-archive_argument = click.argument("archive", type=PLACE)
+def _use_key(context: click.Context, _parameter: click.Parameter, file: Path | None) -> None:
+    if file is not None and not context.resilient_parsing:
+        from pltpack.format.sealing import using_key
+
+        context.with_resource(using_key(file))
+
+
+key_option = click.option("--key-file", type=PATH, metavar="FILE", expose_value=False, callback=_use_key,
+                          help="Key of an encrypted archive: 32 bytes, hexadecimal or base64 too. "
+                          "[default: PLTPACK_KEY, or the file that PLTPACK_KEY_FILE names]")  # fmt: skip
+
+
+def archive_argument(command: Decorated) -> Decorated:
+    """The argument ARCHIVE, and ``--key-file`` for one that is encrypted."""
+    return click.argument("archive", type=PLACE)(key_option(command))
+
+
 dumps_argument = click.argument("dumps", metavar="DUMP...", type=PATH, nargs=-1, required=True)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 device_option = click.option(

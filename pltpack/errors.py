@@ -70,3 +70,7 @@ class PromiseError(PltpackError):
 
 class StoreError(PltpackError):
     """An object store refused, failed, or did not answer before the deadline."""
+
+
+class EncryptionError(PltpackError):
+    """A key is missing, malformed, or not the one that an archive is encrypted with."""

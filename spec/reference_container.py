@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import numpy as np
 from reference_numbers import BYTES, DamagedError, need, unzstd
+from reference_sealed import open_container, open_manifest
 
 UNIT = np.dtype([
     ("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8"), ("token_start", "<u4"), ("token_count", "<u4"),
@@ -92,6 +93,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     version = body.get("version")
     need(isinstance(version, list) and len(version) == 2 and all(natural(part, 0, 1 << 16) for part in version)
          and version[0] == 1, f"format version {version!r} is not supported")  # fmt: skip
+    archive = None
+    if "encryption" in body:
+        inner, archive = open_manifest(body)
+        body = parse_json(inner)
     known = {"format", "version", "generation", "identity", "block", "quality", "dedup", "libraries", "sessions"}
     found = {name for name in body if not name.startswith("x-")}
     need(found == known, f"manifest has unknown or missing fields: {sorted(found ^ known)}")
@@ -112,7 +117,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for entries, name in ((body["libraries"] + body["sessions"], "file"), (body["sessions"], "session"),
                           (body["libraries"], "head_sha256")):  # fmt: skip
         need(len({entry[name] for entry in entries}) == len(entries), f"manifest names a {name} twice")
-    return body
+    for entry in body["libraries"] + body["sessions"]:
+        entry["archive"] = archive
+    return dict(body)
 
 
 def check_identity(identity: Any) -> dict[str, Any]:
@@ -236,6 +243,10 @@ def read_container(folder: Path, entry: dict[str, Any], identity: dict[str, Any]
     need(len(data) - split <= 1 << 29, "tables are too large")
     need(digest(data[: 8 + length] + data[split:]) == entry["head_sha256"], "header and tables have another digest")
     need(digest(data[8 + length : split]) == entry["payload_sha256"], "payload has another digest")
+    need(("encryption" in metadata) == (entry["archive"] is not None), "file and archive are not both encrypted")
+    if entry["archive"] is not None:
+        header = parse_json(metadata["encryption"])
+        tensors, metadata = open_container(tensors, metadata, header, entry["archive"], parse_json)
     container = Container(tensors, metadata)
     check_metadata(container, identity, kind)
     return container

@@ -25,7 +25,8 @@ from pltpack.codec.profile import Profile
 from pltpack.codec.rate import predicts_kl
 from pltpack.dumps import open_dumps
 from pltpack.dumps.quantized import as_values
-from pltpack.errors import DumpError, UnsupportedError
+from pltpack.errors import DumpError, EncryptionError, UnsupportedError
+from pltpack.format.sealing import FILE_VARIABLE, KEY_VARIABLE, Seal
 from pltpack.snapshot import Identity, Snapshot
 from pltpack.store import Store, Writing, open_store
 
@@ -64,6 +65,7 @@ def compress(
     library_budget: int | None = None,
     guard: Guard | None = None,
     device: str = "cpu",
+    encrypt: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive, which appears whole or not at all.
@@ -110,6 +112,9 @@ def compress(
     device : str
         Where units are encoded: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for CUDA where there is a device. Bytes of
         all but the calibrated tiers are the same everywhere.
+    encrypt : bool
+        Encrypt all that is stored, with the key of the store, of `pltpack.format.sealing.using_key`, or of the
+        environment (docs/encryption.md).
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes; one that is a `pltpack.archive.tally.Watcher` also learns what
         was written.
@@ -139,6 +144,7 @@ def compress(
     snapshots = snapshots_of(dumps, format, tokens, options, identity, integers)
     _check_profile(of, snapshots[0])
     with store.creating() as writing:
+        writing.seal = _new_seal(store) if encrypt else None
         report = _add(writing, None, settings, snapshots, guard, external_profile, progress or quiet)
     with Archive(store, profile=external_profile) as archive:
         return {**archive.stats(), **report}
@@ -210,6 +216,13 @@ def _add(
     manifest = writer.add(snapshots)
     writing.drop_replaced(manifest)
     return writer.report
+
+
+def _new_seal(store: Store) -> Seal:
+    key = store.secret()
+    if key is None:
+        raise EncryptionError(f"no key to encrypt with is given (--key-file, {FILE_VARIABLE} or {KEY_VARIABLE})")
+    return Seal.new(key)
 
 
 def _profile(

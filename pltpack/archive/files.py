@@ -8,7 +8,7 @@ from pathlib import Path
 from pltpack.archive.library import Library
 from pltpack.archive.segments import dumps_json
 from pltpack.format.container import FORMAT_VERSION, ContainerInfo
-from pltpack.format.manifest import SHARDS, SessionEntry
+from pltpack.format.manifest import SHARDS, Manifest, SessionEntry
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity
 
@@ -19,6 +19,15 @@ def next_library(folder: Path, libraries: Iterable[Library]) -> Path:
     while (path := folder / f"library-{number:06d}.pltlib").exists():
         number += 1
     return path
+
+
+#: In place of a session's name in those of files, where names are to be hidden.
+HIDDEN = "session"
+
+
+def shown(manifest: Manifest, session: str) -> str:
+    """What file names may say of a session's name."""
+    return session if manifest.seal is None else HIDDEN
 
 
 def shard_path(folder: Path, session: str, taken: Container[Path] = ()) -> Path:

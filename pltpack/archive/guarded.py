@@ -24,14 +24,15 @@ from pltpack.archive.settings import Settings, Target
 from pltpack.archive.writer import GenerationWriter
 from pltpack.codec.base import State
 from pltpack.errors import PromiseError, UnsupportedError
+from pltpack.format import tables
 from pltpack.format.container import Container, ContainerWriter
 from pltpack.format.manifest import Manifest, SessionEntry
+from pltpack.format.sealing import Seal
 from pltpack.snapshot import Snapshot
 from pltpack.store import Writing
 
 #: Of a score that is no number: no lossy tier is tried any more.
 FINAL = "not a number"
-_PIECE = 1 << 22
 
 
 class GuardedWriter:
@@ -203,7 +204,7 @@ class GuardedWriter:
         records = {s.session: self._record(s, screened[s.session]) for s in snapshots}
         entries = {entry.session: entry for entry in manifest.sessions}
         for name, record in records.items():
-            entries[name] = with_metadata(self._writing.folder, entries[name], {KEY: record.text()})
+            entries[name] = with_metadata(self._writing.folder, entries[name], {KEY: record.text()}, manifest.seal)
         before = [entry.session for entry in old.sessions] if old else []
         order = [*before, *records]
         manifest = dataclasses.replace(
@@ -250,16 +251,19 @@ class GuardedWriter:
         return dataclasses.replace(manifest, libraries=libraries)
 
 
-def with_metadata(folder: Path, entry: SessionEntry, more: Mapping[str, str]) -> SessionEntry:
+def with_metadata(
+    folder: Path, entry: SessionEntry, more: Mapping[str, str], seal: Seal | None = None
+) -> SessionEntry:
     """Write a shard anew with more metadata, in the place of one that no manifest names yet; returns its entry."""
     path = folder / entry.file
-    container = Container(path, entry.bytes, entry.head_sha256)
+    container = Container(path, entry.bytes, entry.head_sha256, seal)
     try:
         metadata = {**container.metadata, **more}
-        writer = ContainerWriter(path, header_reserve(metadata))
+        writer = ContainerWriter(path, header_reserve(metadata), seal)
         try:
-            for at in range(0, container.payload_bytes, _PIECE):
-                writer.append(container.payload(at, min(_PIECE, container.payload_bytes - at)))
+            # Unit by unit: that is what an encrypted file consists of.
+            for record in container.table("unit.index", tables.UNIT):
+                writer.append(container.payload(int(record["offset"]), int(record["length"])))
             info = writer.commit(container.tables, metadata)
         finally:
             writer.abort()

@@ -20,6 +20,7 @@ from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, Container
 from pltpack.format.manifest import FileEntry
+from pltpack.format.sealing import Seal
 from pltpack.snapshot import Identity
 from pltpack.store import Store
 
@@ -53,11 +54,11 @@ class Library(Segment):
 
     def __init__(
         self, store: Store, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None,
-        backend: Backend | None = None,
+        backend: Backend | None = None, seal: Seal | None = None,
     ) -> None:  # fmt: skip
         self.entry, self.identity = entry, identity
         self._find_profile, self._backend = find_profile, backend
-        self.container = Container(store.open(entry.file), entry.bytes, entry.head_sha256)
+        self.container = Container(store.open(entry.file), entry.bytes, entry.head_sha256, seal)
         try:
             self._load()
         except BaseException:

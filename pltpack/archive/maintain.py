@@ -8,7 +8,7 @@ from typing import Any
 from pltpack.archive.budget import evictions
 from pltpack.archive.create import PathLike, open_for_writing, quiet
 from pltpack.archive.encoding import Progress
-from pltpack.archive.files import next_library, shard_path
+from pltpack.archive.files import next_library, shard_path, shown
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
 from pltpack.errors import UnsupportedError
@@ -52,8 +52,8 @@ def compact(
 
         library = merger.write_library(next_library(writing.folder, current.libraries), advance)
         sessions = [
-            merger.write_shard(shard, shard_path(writing.folder, shard.entry.session), library, advance)
-            for shard in merger.shards
+            merger.write_shard(shard, shard_path(writing.folder, shown(current.manifest, name)), library, advance)
+            for name, shard in zip(current.sessions, merger.shards, strict=True)
         ]
         manifest = dataclasses.replace(
             current.manifest, generation=current.manifest.generation + 1, libraries=(library,), sessions=tuple(sessions)

@@ -137,7 +137,7 @@ class Merger:
             "libraries": "[]",
             "salts": dumps_json(salts),
         }
-        container = ContainerWriter(path, header_reserve(metadata, len(self._states)))
+        container = ContainerWriter(path, header_reserve(metadata, len(self._states)), self._archive.manifest.seal)
         try:
             nodes: list[np.void] = []
             units: list[np.ndarray] = []
@@ -192,7 +192,7 @@ class Merger:
         if shard.entry.salt is not None:
             metadata["salt"] = shard.entry.salt
         metadata |= kept_metadata(shard)
-        container = ContainerWriter(path, header_reserve(metadata))
+        container = ContainerWriter(path, header_reserve(metadata), self._archive.manifest.seal)
         try:
             copy_units(container, stored, progress)
             units["offset"] = [record["offset"] for _, record in stored]

@@ -145,7 +145,8 @@ class Archive:
         opened: list[Library] = []
         try:
             for entry in manifest.libraries:
-                opened.append(Library(self.store, entry, manifest.identity, self._find_profile, self.backend))
+                opened.append(Library(self.store, entry, manifest.identity, self._find_profile, self.backend,
+                                      manifest.seal))  # fmt: skip
                 opened[-1].decoded = self._decoded
                 if len(opened) > MAX_OPEN:
                     opened[-1].container.release()
@@ -243,7 +244,8 @@ class Archive:
                 if session not in self._entries:
                     raise NotFoundError(f"no session {session!r}", self.path)
                 try:
-                    shard = Shard(self.store, self._entries[session], self.identity, self.libraries)
+                    shard = Shard(self.store, self._entries[session], self.identity, self.libraries,
+                                  self.manifest.seal)  # fmt: skip
                 except GoneError as error:
                     self._follow(error)
                     continue

@@ -10,7 +10,7 @@ import numpy as np
 
 from pltpack.archive.captured import kept_tensors
 from pltpack.archive.embeddings import merged_minor
-from pltpack.archive.files import container_metadata, header_reserve, next_library, session_entry, shard_path
+from pltpack.archive.files import container_metadata, header_reserve, next_library, session_entry, shard_path, shown
 from pltpack.archive.guard_record import kept_metadata
 from pltpack.archive.library import Library
 from pltpack.archive.merge import copy_units
@@ -73,7 +73,7 @@ def relocate(archive: Archive, parts: Sequence[Part]) -> Manifest | None:
     taken: set[Path] = set()
     for name in {part.shard.entry.session for part in parts}:
         shard = archive.shard(name)
-        path = shard_path(folder, name, taken)
+        path = shard_path(folder, shown(archive.manifest, name), taken)
         taken.add(path)
         mine = [(part, node) for node, part in enumerate(segment.parts) if part.shard.entry.session == name]
         entries[name] = _write_shard(archive, shard, mine, path, library)
@@ -113,7 +113,7 @@ class _Segment:
             "libraries": dumps_json([library.entry.head_sha256 for library in others]),
             "salts": dumps_json(salts),
         }
-        container = ContainerWriter(path, header_reserve(metadata, len(held)))
+        container = ContainerWriter(path, header_reserve(metadata, len(held)), self._archive.manifest.seal)
         try:
             for part, units in zip(self.parts, records, strict=True):
                 copy_units(container, [(part.shard, record) for record in units])
@@ -190,7 +190,7 @@ def _write_shard(
     if shard.entry.salt is not None:
         metadata["salt"] = shard.entry.salt
     metadata |= kept_metadata(shard)
-    container = ContainerWriter(path, header_reserve(metadata))
+    container = ContainerWriter(path, header_reserve(metadata), archive.manifest.seal)
     try:
         copy_units(container, [(shard, record) for record in units])
         info = container.commit(

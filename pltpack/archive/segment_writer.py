@@ -128,7 +128,8 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
         metadata,
     )
     written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
-    library = Library(LocalStore(output.folder), written, identity, lambda _: codec_state(codec), output.backend)
+    library = Library(LocalStore(output.folder), written, identity, lambda _: codec_state(codec), output.backend,
+                      output.sink.seal)  # fmt: skip
     # Every session that a node predicts asks for its units.
     library.decoded = DecodedUnits()
     output.libraries.append(library)

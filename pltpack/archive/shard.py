@@ -17,6 +17,7 @@ from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import tables
 from pltpack.format.container import MINOR_PREDICTIONS, MINOR_RECOMPUTE, Container
 from pltpack.format.manifest import SessionEntry
+from pltpack.format.sealing import Seal
 from pltpack.snapshot import Identity
 from pltpack.store import Store
 
@@ -58,10 +59,11 @@ class Shard(Segment):
     rebuild: Rebuild | None = None
     _tokens: np.ndarray | None = None
 
-    def __init__(self, store: Store, entry: SessionEntry, identity: Identity, libraries: Sequence[Library]) -> None:
+    def __init__(self, store: Store, entry: SessionEntry, identity: Identity, libraries: Sequence[Library],
+                 seal: Seal | None = None) -> None:  # fmt: skip
         self.entry: SessionEntry = entry
         self.identity = identity
-        self.container = Container(store.open(entry.file), entry.bytes, entry.head_sha256)
+        self.container = Container(store.open(entry.file), entry.bytes, entry.head_sha256, seal)
         try:
             self._load({library.entry.head_sha256: library for library in libraries})
         except BaseException:

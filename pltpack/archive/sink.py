@@ -11,6 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from pltpack.format.container import ContainerInfo, ContainerWriter
+from pltpack.format.sealing import Seal
 
 #: Payload bytes, and appends, that may wait to be written before the encoders have to.
 WAITING_BYTES = 1 << 25
@@ -22,9 +23,15 @@ class Sink:
 
     What is not committed when the context is left is removed. Errors of the system come up at a later call, at the
     latest in what `commit` gives.
+
+    Parameters
+    ----------
+    seal : Seal, optional
+        Of an archive that is encrypted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seal: Seal | None = None) -> None:
+        self.seal = seal
         # One thread each keeps the order. To sync a file is mostly to wait.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="pltpack-write")
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="pltpack-hash")
@@ -48,7 +55,7 @@ class Sink:
 
     def open(self, path: Path, reserve: int) -> ContainerWriter:
         """A new container; arguments as of `ContainerWriter`. Append to it through this sink only."""
-        container = ContainerWriter(path, reserve)
+        container = ContainerWriter(path, reserve, self.seal)
         self._containers.append(container)
         return container
 

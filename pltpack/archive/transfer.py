@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pltpack.archive.create import PathLike, open_for_writing
 from pltpack.archive.extract import verify
-from pltpack.archive.files import next_library, shard_path
+from pltpack.archive.files import next_library, shard_path, shown
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
 from pltpack.archive.recompute import of_archive
@@ -71,7 +71,8 @@ def export_session(archive: PathLike | Store, session: str, out: PathLike, profi
 def _extract(archive: Archive, session: str, folder: Path) -> Manifest:
     merger = Merger(archive, [session], embed=True)
     library = merger.write_library(next_library(folder, ()), lambda size: None)
-    entry = merger.write_shard(merger.shards[0], shard_path(folder, session), library, lambda size: None)
+    path = shard_path(folder, shown(archive.manifest, session))
+    entry = merger.write_shard(merger.shards[0], path, library, lambda size: None)
     return dataclasses.replace(archive.manifest, generation=1, libraries=(library,), sessions=(entry,))
 
 
@@ -138,6 +139,9 @@ def _adopt(current: Archive, folder: Path, source: Path, writing: Writing) -> No
     if manifest.identity.digest() != incoming.identity.digest():
         # Equal numbers may be written in two ways (10000 and 10000.0); the file's parts carry the digest of theirs.
         raise IdentityError("identity is written in another way than the archive's, so its digest differs", source)
+    if incoming.seal != manifest.seal:
+        raise UnsupportedError("it is encrypted for another archive, or only one of both is encrypted; import it into "
+                               "that archive or a new one", source)  # fmt: skip
     entry = incoming.sessions[0]
     with Archive(folder) as other:
         kinds = [of_archive([archive.shard(name) for name in archive.sessions]) for archive in (current, other)]
@@ -152,7 +156,7 @@ def _adopt(current: Archive, folder: Path, source: Path, writing: Writing) -> No
             path = next_library(target, current.libraries)
             _copy(folder / library.file, path)
             libraries.append(dataclasses.replace(library, file=path.name))
-    path = shard_path(target, entry.session)
+    path = shard_path(target, shown(manifest, entry.session))
     _copy(folder / entry.file, path)
     entry = dataclasses.replace(entry, file=f"{SHARDS}/{path.name}")
     following = dataclasses.replace(

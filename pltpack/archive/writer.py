@@ -18,7 +18,7 @@ from pltpack.archive.budget import admit
 from pltpack.archive.captured import shard_tensors
 from pltpack.archive.draft import Draft
 from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, write_all
-from pltpack.archive.files import container_metadata, header_reserve, session_entry, shard_path
+from pltpack.archive.files import HIDDEN, container_metadata, header_reserve, session_entry, shard_path
 from pltpack.archive.library import Library
 from pltpack.archive.near import add_near
 from pltpack.archive.places import Places, keeps
@@ -73,6 +73,7 @@ class GenerationWriter:
     def __init__(self, writing: Writing, archive: Archive | None, settings: Settings, progress: Progress) -> None:
         settings.check()
         self._writing, self._archive, self._settings, self._progress = writing, archive, settings, progress
+        self._seal = archive.manifest.seal if archive else writing.seal
         self.report: dict[str, Any] = {}
         self._libraries: list[Library] = list(archive.libraries) if archive else []
         self._opened: Library | None = None
@@ -145,7 +146,7 @@ class GenerationWriter:
 
     def _attempt(self, snapshots: Sequence[Snapshot], identity: Identity) -> Manifest:
         threads = os.cpu_count() or 1
-        with ThreadPoolExecutor(threads, thread_name_prefix="pltpack-encode") as pool, Sink() as self._sink:
+        with ThreadPoolExecutor(threads, thread_name_prefix="pltpack-encode") as pool, Sink(self._seal) as self._sink:
             try:
                 return self._add(snapshots, identity, pool)
             finally:
@@ -261,6 +262,7 @@ class GenerationWriter:
             dedup=old.dedup if old else self._settings.dedup,
             libraries=(*(old.libraries if old else ()), *([library] if library else ())),
             sessions=(*(old.sessions if old else ()), *entries),
+            seal=self._seal,
         )
         before = len(old.to_bytes()) if old else 0
         besides = len(manifest.to_bytes()) - before + self._bytes - self._payload
@@ -316,7 +318,7 @@ class GenerationWriter:
         place, snapshot, identity = output.place, draft.snapshot, output.identity
         library = place.library or self._opened
         assert library is not None
-        path = shard_path(self._writing.folder, snapshot.session, self._paths)
+        path = shard_path(self._writing.folder, HIDDEN if self._seal else snapshot.session, self._paths)
         self._paths.add(path)
         if place.codec.exact:
             self._advance(sum(_raw(snapshot, r.session_start, r.stop) for r in draft.runs if r.role is Role.SOURCE))

@@ -20,6 +20,8 @@ import numpy as np
 from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.header import DTYPES, parse_header
+from pltpack.format.sealed_container import HEADER, SealedUnits, open_tables, seal_tables, seal_unit
+from pltpack.format.sealing import TAG_BYTES, Seal, parsed
 from pltpack.format.source import FileSource, GoneError, Source
 
 __all__ = ["Container", "ContainerInfo", "ContainerWriter", "GoneError"]
@@ -36,6 +38,8 @@ MINOR_GROUPS = 1
 MINOR_PREDICTIONS = 2
 #: Minor version from which on shards may leave it to a model to make their values.
 MINOR_RECOMPUTE = 3
+#: Minor version of containers that are encrypted; what is sealed in them has a version of its own.
+MINOR_ENCRYPTION = 4
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -51,10 +55,17 @@ class ContainerWriter:
         Final name; must not exist.
     reserve : int
         Upper bound of the header in bytes.
+    seal : Seal, optional
+        Encrypt for this archive; then every append is one unit.
     """
 
-    def __init__(self, path: Path, reserve: int) -> None:
+    def __init__(self, path: Path, reserve: int, seal: Seal | None = None) -> None:
         self.path = path
+        self._seal = None if seal is None else seal.fresh()
+        if seal is not None:
+            # Metadata is in base64, and says the form of every tensor.
+            reserve = 2 * reserve + 1024
+        self._units = 0
         self._reserve = (reserve + 7) // 8 * 8
         self._temp = durable.temp_name(path)
         self._payload_hash = hashlib.sha256()
@@ -78,13 +89,19 @@ class ContainerWriter:
     def write(self, payload: bytes | memoryview) -> None:
         """The one half of `append`; another thread may be at the other."""
         assert self._file is not None
+        stored = payload
+        if self._seal is not None:
+            stored = seal_unit(self._seal, self._units, self.payload_bytes, payload)
+            self._payload_hash.update(stored)
+            self._units += 1
         with durable.naming(self.path):
-            self._file.write(payload)
+            self._file.write(stored)
         self.payload_bytes += len(payload)
 
     def digest(self, payload: bytes | memoryview) -> None:
-        """The other half of `append`."""
-        self._payload_hash.update(payload)
+        """The other half of `append`; what is encrypted is hashed when it is written."""
+        if self._seal is None:
+            self._payload_hash.update(payload)
 
     def commit(self, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str], sync: bool = True) -> ContainerInfo:
         """Write tables and header, sync, and give the file its name.
@@ -98,10 +115,14 @@ class ContainerWriter:
             If false, the file has its name at once but is not durable before `sync` has returned.
         """
         assert self._file is not None
+        if self._seal is not None:
+            version = f"{FORMAT_VERSION[0]}.{MINOR_ENCRYPTION}"
+            tables, metadata = seal_tables(self._seal, version, tables, metadata)
+        stored = self.payload_bytes + (TAG_BYTES * self._units if self._seal is not None else 0)
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-        header[PAYLOAD] = {"dtype": "U8", "shape": [self.payload_bytes], "data_offsets": [0, self.payload_bytes]}
-        padding = -self.payload_bytes % 8
-        chunks, offset = [], self.payload_bytes
+        header[PAYLOAD] = {"dtype": "U8", "shape": [stored], "data_offsets": [0, stored]}
+        padding = -stored % 8
+        chunks, offset = [], stored
         if padding:
             # safetensors allows no holes, so the alignment of the tables is a tensor of its own.
             header["padding"] = {"dtype": "U8", "shape": [padding], "data_offsets": [offset, offset + padding]}
@@ -134,7 +155,7 @@ class ContainerWriter:
                 self._file.flush()
                 os.replace(self._temp, self.path)
         head_digest = hashlib.sha256(head + tail).hexdigest()
-        return ContainerInfo(size, head_digest, self._payload_hash.hexdigest(), self.payload_bytes)
+        return ContainerInfo(size, head_digest, self._payload_hash.hexdigest(), stored)
 
     def sync(self) -> None:
         """Make a file durable that was committed without."""
@@ -188,6 +209,8 @@ class Container:
         Size the manifest gives.
     head_sha256 : str
         Digest the manifest gives.
+    seal : Seal, optional
+        The archive's, if it is encrypted.
 
     Raises
     ------
@@ -197,11 +220,12 @@ class Container:
         If it has another size, breaks the container rules, or its head has another digest.
     """
 
-    def __init__(self, source: Source | Path, size: int, head_sha256: str) -> None:
+    def __init__(self, source: Source | Path, size: int, head_sha256: str, seal: Seal | None = None) -> None:
         self.source = source if isinstance(source, Source) else FileSource(source)
         self.path = self.source.path
         try:
             self._open(size, head_sha256)
+            self._unseal(seal)
         except BaseException:
             self.close()
             raise
@@ -230,6 +254,20 @@ class Container:
             if name not in (PAYLOAD, "padding"):
                 self.tables[name] = np.frombuffer(tail[first - end : last - end], DTYPES[dtype]).reshape(shape)
 
+    def _unseal(self, seal: Seal | None) -> None:
+        self._stored_bytes, self._sealed = self.payload_bytes, None
+        if (HEADER in self.metadata) != (seal is not None):
+            state = "encrypted" if seal is None else "not encrypted"
+            raise FormatError(f"it is {state}, unlike the archive", self.path)
+        if seal is None:
+            return
+        if self.metadata.get("format_version") != f"{FORMAT_VERSION[0]}.{MINOR_ENCRYPTION}":
+            raise FormatError(f"format version {self.metadata.get('format_version')!r} is not supported", self.path)
+        key = seal.opened(parsed(self.metadata[HEADER].encode(), self.path), self.path)
+        self.tables, self.metadata = open_tables(key, self.tables, self.metadata, self.path)
+        self._sealed = SealedUnits(key, self.tables.get("unit.index"), self._stored_bytes, self.path)
+        self.payload_bytes = self._sealed.payload_bytes
+
     def release(self) -> None:
         """Keep nothing open from now on but open the file for every read, for archives of very many files.
 
@@ -239,14 +277,27 @@ class Container:
 
     def payload(self, offset: int, length: int) -> bytes:
         """Payload bytes ``[offset, offset + length)``; the range has been checked against `payload_bytes`."""
-        return self.source.read(self._payload_at + offset, length)
+        if self._sealed is None:
+            return self.source.read(self._payload_at + offset, length)
+        first, last = self._sealed.covering(offset, offset + length)
+        if not length or first >= last:
+            return b""
+        begin, end = self._sealed.stored(first, last)
+        data = self.source.read(self._payload_at + begin, end - begin)
+        return self._sealed.open(first, last, data, offset, offset + length)
 
     def payload_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with payload bytes from `offset` on; the range has been checked against `payload_bytes`."""
-        self.source.read_into(buffer, self._payload_at + offset)
+        if self._sealed is None:
+            self.source.read_into(buffer, self._payload_at + offset)
+        else:
+            buffer[:] = self.payload(offset, len(buffer))
 
     def will_need(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Have payload bytes ``[begin, end)`` read ahead, where that can be."""
+        if self._sealed is not None:
+            spans = [self._sealed.covering(begin, end) for begin, end in ranges if end > begin]
+            ranges = [self._sealed.stored(first, last) for first, last in spans if last > first]
         self.source.will_need([(self._payload_at + begin, self._payload_at + end) for begin, end in ranges])
 
     def mapped(self, offset: int, length: int) -> memoryview:
@@ -259,13 +310,15 @@ class Container:
         FormatError
             If the file has become shorter.
         """
+        if self._sealed is not None:
+            return memoryview(self.payload(offset, length))
         return self.source.mapped(self._payload_at + offset, length)
 
     def payload_sha256(self) -> str:
-        """SHA-256 of the payload, read from disk in pieces."""
+        """SHA-256 of the payload as it is stored, read in pieces."""
         digest = hashlib.sha256()
-        for offset in range(0, self.payload_bytes, 1 << 22):
-            digest.update(self.payload(offset, min(1 << 22, self.payload_bytes - offset)))
+        for offset in range(0, self._stored_bytes, 1 << 22):
+            digest.update(self.source.read(self._payload_at + offset, min(1 << 22, self._stored_bytes - offset)))
         return digest.hexdigest()
 
     def table(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 from pltpack.errors import FormatError, PltpackError, UnsupportedError
 from pltpack.format import durable, json_text
 from pltpack.format.container import FORMAT_VERSION
+from pltpack.format.sealing import Seal, canonical, checked, decoded, encoded, parsed, require_key
 from pltpack.format.tables import MAX_LAYERS
 from pltpack.names import check_session
 from pltpack.snapshot import Identity
@@ -23,6 +24,8 @@ MAX_BYTES = 1 << 26
 SHARDS = "shards"
 #: Member of the body for `Manifest.commits`; readers can do without it.
 COMMITS = "x-commits"
+#: Member of the body of an encrypted manifest.
+ENCRYPTION = "encryption"
 LIBRARY_NAME = re.compile(r"library-\d{6,12}\.pltlib")
 SHARD_NAME = re.compile(r"shards/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,239}\.pltshard")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -77,6 +80,8 @@ class Manifest:
     sessions : tuple of SessionEntry
     commits : tuple of str
         Marks of the latest commits in an object store, by which a writer finds out whether its own was done.
+    seal : Seal or None
+        With what it is encrypted.
     """
 
     generation: int
@@ -87,6 +92,7 @@ class Manifest:
     libraries: tuple[FileEntry, ...]
     sessions: tuple[SessionEntry, ...]
     commits: tuple[str, ...] = ()
+    seal: Seal | None = None
 
     def to_bytes(self) -> bytes:
         """The file's bytes: a JSON object of ``body`` and the SHA-256 of the body's canonical form."""
@@ -98,16 +104,20 @@ class Manifest:
         }  # fmt: skip
         if self.commits:
             body[COMMITS] = list(self.commits)
+        if self.seal is not None:
+            body = _sealed(body, self.seal)
         return json.dumps({"body": body, "sha256": _digest(body)}, indent=1, sort_keys=True).encode() + b"\n"
 
     @classmethod
-    def parse(cls, data: bytes, path: os.PathLike[str]) -> Manifest:
-        """Read and check a manifest.
+    def parse(cls, data: bytes, path: os.PathLike[str], key: bytes | None = None) -> Manifest:
+        """Read and check a manifest; `key` opens an encrypted one.
 
         Raises
         ------
         FormatError
             Naming what is wrong.
+        EncryptionError
+            If the key is missing or another one.
         """
         if len(data) > MAX_BYTES:
             raise FormatError("manifest is larger than allowed", path)
@@ -119,8 +129,11 @@ class Manifest:
             raise FormatError("manifest is not valid", path) from None
         if set(outer) != {"body", "sha256"} or digest != recomputed:
             raise FormatError("manifest does not match its own checksum", path)
+        seal = None
+        if isinstance(body, dict) and ENCRYPTION in body:
+            body, seal = _unsealed(body, key, path)
         try:
-            return _from_body(body)
+            return dataclasses.replace(_from_body(body), seal=seal)
         except FormatError as error:
             raise error.at(path) from None
         except PltpackError as error:
@@ -170,10 +183,44 @@ class Manifest:
         """
         data = self.to_bytes()
         try:
-            self.parse(data, archive)
+            self.parse(data, archive, None if self.seal is None else self.seal.key)
         except FormatError as error:
             raise UnsupportedError(f"this generation could not be read back: {error.fact}", archive) from None
         return data
+
+
+def outline(data: bytes, path: os.PathLike[str]) -> dict[str, Any] | None:
+    """What an encrypted manifest tells without its key: ``generation``, ``key`` and ``files`` with their sizes.
+
+    None for one that is not encrypted. Nothing of it is known to be true.
+    """
+    try:
+        body = json_text.parse(data)["body"]
+        if ENCRYPTION not in body:
+            return None
+        fields = checked(body[ENCRYPTION], path)
+        files = [{"file": str(name), "bytes": int(size)} for name, size in body["files"]]
+        return {"generation": int(body["generation"]), "key": fields["key"], "cipher": fields["cipher"], "files": files}
+    except (ValueError, TypeError, KeyError):
+        raise FormatError("manifest is not valid", path) from None
+
+
+def _sealed(body: dict[str, Any], seal: Seal) -> dict[str, Any]:
+    file = seal.fresh()
+    outer = {"format": body["format"], "version": body["version"], "generation": body["generation"],
+             "files": [[entry["file"], entry["bytes"]] for entry in (*body["libraries"], *body["sessions"])],
+             ENCRYPTION: file.header}  # fmt: skip
+    return {**outer, "sealed": encoded(file.seal(b"mani", 0, canonical(body), canonical(outer)))}
+
+
+def _unsealed(body: dict[str, Any], key: bytes | None, path: os.PathLike[str]) -> tuple[Any, Seal]:
+    if set(body) != {"format", "version", "generation", "files", ENCRYPTION, "sealed"}:
+        raise FormatError("manifest is encrypted, but not in a form that is known", path)
+    fields = checked(body[ENCRYPTION], path)
+    seal = Seal(require_key(key, fields, path), bytes.fromhex(fields["archive"]))
+    outer = {name: value for name, value in body.items() if name != "sealed"}
+    data = seal.opened(fields, path).open(b"mani", 0, decoded(body["sealed"], path), path, canonical(outer))
+    return parsed(data, path), seal
 
 
 def _digest(body: object) -> str:

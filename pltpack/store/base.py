@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
-from pltpack.format.manifest import Manifest
+from pltpack.format.manifest import Manifest, outline
+from pltpack.format.sealing import Seal, current_key
 from pltpack.format.source import Source
 
 
@@ -39,11 +41,14 @@ class Writing(abc.ABC):
         Where new files are to be made, under names that `pltpack.archive.files` gives; ``shards`` is there.
     store : Store
         Gives these files, and those of `base`, which is its present generation.
+    seal : Seal or None
+        With what a new archive is to be encrypted.
     """
 
     folder: Path
     store: Store
     base: Stored | None = None
+    seal: Seal | None = None
 
     @abc.abstractmethod
     def commit(self, manifest: Manifest) -> None:
@@ -76,6 +81,11 @@ class Store(abc.ABC):
     """
 
     location: os.PathLike[str]
+    key: bytes | None = None
+
+    def secret(self) -> bytes | None:
+        """The key of an encrypted archive: the store's own, or what the process was given."""
+        return self.key or current_key()
 
     @abc.abstractmethod
     def load(self) -> Stored:
@@ -86,6 +96,10 @@ class Store(abc.ABC):
         FormatError
             If there is none, or it is damaged.
         """
+
+    @abc.abstractmethod
+    def outline(self) -> dict[str, Any] | None:
+        """What an encrypted archive tells without its key; see `pltpack.format.manifest.outline`."""
 
     @abc.abstractmethod
     def open(self, file: str) -> Source:
@@ -123,3 +137,9 @@ class Store(abc.ABC):
     def folder(self) -> Path | None:
         """The archive's folder, if it is one of this machine; of one being written, where new files go."""
         return None
+
+
+def parse_manifest(data: bytes, path: os.PathLike[str], store: Store) -> Manifest:
+    """A manifest, with the store's key looked for only if it is encrypted; errors as of `Manifest.parse`."""
+    key = store.secret() if outline(data, path) is not None else None
+    return Manifest.parse(data, path, key)

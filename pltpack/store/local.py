@@ -7,12 +7,13 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from pltpack.errors import FormatError
 from pltpack.format import durable
-from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest
+from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, Manifest, outline
 from pltpack.format.source import FileSource, Source
-from pltpack.store.base import Store, Stored, Writing
+from pltpack.store.base import Store, Stored, Writing, parse_manifest
 from pltpack.store.folders import named_after, new_target, workplace
 
 _TEMP = re.compile(re.escape(durable.TEMP_PREFIX) + r"[0-9a-f]{16}")
@@ -24,10 +25,12 @@ class LocalStore(Store):
     Parameters
     ----------
     folder : Path
+    key : bytes, optional
+        Of an encrypted archive.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+        self._folder, self.key = folder, key
         self.location: Path = folder
 
     @property
@@ -38,7 +41,11 @@ class LocalStore(Store):
     def load(self) -> Stored:
         """See `Store.load`."""
         data = Manifest.read(self._folder)
-        return Stored(Manifest.parse(data, self._folder / NAME), len(data))
+        return Stored(parse_manifest(data, self._folder / NAME, self), len(data))
+
+    def outline(self) -> dict[str, Any] | None:
+        """See `Store.outline`."""
+        return outline(Manifest.read(self._folder), self._folder / NAME)
 
     def open(self, file: str) -> Source:
         """See `Store.open`."""
@@ -58,7 +65,7 @@ class LocalStore(Store):
         target = new_target(self._folder)
         with workplace(target) as folder, named_after(target, folder):
             (folder / SHARDS).mkdir()
-            yield _LocalWriting(LocalStore(folder))
+            yield _LocalWriting(LocalStore(folder, self.key))
             durable.sync_folder(folder / SHARDS)
             durable.sync_folder(folder)
             durable.publish_folder(folder, target)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pltpack.errors import ConflictError, FormatError, StoreError, UnsupportedError
-from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, FileEntry, Manifest
+from pltpack.format.manifest import LIBRARY_NAME, NAME, SHARD_NAME, SHARDS, FileEntry, Manifest, outline
 from pltpack.format.source import Source
 from pltpack.names import session_to_file
-from pltpack.store.base import Store, Stored, Writing
+from pltpack.store.base import Store, Stored, Writing, parse_manifest
 from pltpack.store.local import LocalStore
 from pltpack.store.location import Url
 from pltpack.store.objects import FsspecObjects, MemoryObjects, Objects
@@ -69,11 +69,18 @@ class RemoteStore(Store):
 
     def load(self) -> Stored:
         """See `Store.load`."""
+        data, version = self._manifest()
+        return Stored(parse_manifest(data, self.location / NAME, self), len(data), version)
+
+    def _manifest(self) -> tuple[bytes, str]:
         try:
-            data, version = self.insist("reading the manifest", lambda timeout: self.objects.get(NAME, timeout))
+            return self.insist("reading the manifest", lambda timeout: self.objects.get(NAME, timeout))
         except FileNotFoundError:
             raise FormatError(f"not an archive (no {NAME})", self.location) from None
-        return Stored(Manifest.parse(data, self.location / NAME), len(data), version)
+
+    def outline(self) -> dict[str, Any] | None:
+        """See `Store.outline`."""
+        return outline(self._manifest()[0], self.location / NAME)
 
     def open(self, file: str) -> RemoteSource:
         """See `Store.open`."""
@@ -121,7 +128,7 @@ class _Beside(LocalStore):
     """New files in a folder of this machine, beside those of a generation that is elsewhere."""
 
     def __init__(self, store: RemoteStore, folder: Path, base: Stored | None) -> None:
-        super().__init__(folder)
+        super().__init__(folder, store.key)
         self._base, self._store = base, store
         self._there = named(base.manifest) if base else set()
 
@@ -142,9 +149,10 @@ class _RemoteWriting(Writing):
     def commit(self, manifest: Manifest) -> None:
         """See `Writing.commit`."""
         sent: list[str] = []
+        hidden = manifest.seal is not None
         try:
-            libraries = self._send(manifest.libraries, self._former.libraries if self._former else (), sent)
-            sessions = self._send(manifest.sessions, self._former.sessions if self._former else (), sent)
+            libraries = self._send(manifest.libraries, self._former.libraries if self._former else (), sent, hidden)
+            sessions = self._send(manifest.sessions, self._former.sessions if self._former else (), sent, hidden)
             mark = secrets.token_hex(16)
             marks = (*(self._former.commits if self._former else ()), mark)[-KEPT_MARKS:]
             final = dataclasses.replace(manifest, libraries=libraries, sessions=sessions, commits=marks)
@@ -162,15 +170,16 @@ class _RemoteWriting(Writing):
     def _former(self) -> Manifest | None:
         return None if self.base is None else self.base.manifest
 
-    def _send(self, entries: Sequence[Entry], present: Sequence[FileEntry], sent: list[str]) -> tuple[Entry, ...]:
+    def _send(self, entries: Sequence[Entry], present: Sequence[FileEntry], sent: list[str],
+              hidden: bool) -> tuple[Entry, ...]:  # fmt: skip
         """Send what is not there yet; gives the entries with the names that the files have got."""
         with ThreadPoolExecutor(_UPLOADS, thread_name_prefix="pltpack-send") as pool:
-            waiting = [entry if entry in present else pool.submit(self._send_one, entry, sent) for entry in entries]
+            waiting = [each if each in present else pool.submit(self._send_one, each, sent, hidden) for each in entries]
             return tuple(each if isinstance(each, FileEntry) else each.result() for each in waiting)
 
-    def _send_one(self, entry: Entry, sent: list[str]) -> Entry:
+    def _send_one(self, entry: Entry, sent: list[str], hidden: bool) -> Entry:
         store, file = self._store, self.folder / entry.file
-        name = fresh_name(entry)
+        name = fresh_name(entry, hidden)
         sent.append(name)
         # A repeat finds what an attempt has made whose answer was lost; nobody else takes such a name.
         with contextlib.suppress(ChangedError):
@@ -234,12 +243,13 @@ def named(manifest: Manifest) -> set[str]:
     return {entry.file for entry in (*manifest.libraries, *manifest.sessions)}
 
 
-def fresh_name(entry: FileEntry) -> str:
+def fresh_name(entry: FileEntry, hidden: bool = False) -> str:
     """A name that no other writer chooses (spec/format.md, "Object stores")."""
     number = 10**11 + secrets.randbelow(8 * 10**11)
     if LIBRARY_NAME.fullmatch(entry.file):
         return f"library-{number}.pltlib"
-    session = getattr(entry, "session", "")
+    # Names of files that are encrypted say nothing of their sessions.
+    session = "session" if hidden else getattr(entry, "session", "")
     return f"{SHARDS}/{session_to_file(session)}.{number}.pltshard"
 
 

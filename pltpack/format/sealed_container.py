@@ -1,0 +1,135 @@
+"""Containers whose units, tables and metadata are encrypted one by one (spec/format.md, "Encryption").
+
+What lies above sees plaintext: payload offsets and lengths are those of the units before they were sealed, which made
+each 16 bytes longer.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pltpack.errors import FormatError
+from pltpack.format.header import DTYPES
+from pltpack.format.sealing import TAG_BYTES, FileSeal, canonical, decoded, encoded, parsed
+
+#: Metadata keys of an encrypted container.
+HEADER, SEALED = "encryption", "sealed"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Where a record of the unit index has its offset and length (spec/format.md, "Unit index").
+_RECORD = np.dtype({"names": ["offset", "length"], "formats": ["<u8", "<u8"], "offsets": [0, 8], "itemsize": 48})
+
+
+def seal_unit(seal: FileSeal, number: int, offset: int, payload: bytes | memoryview) -> bytes:
+    """A unit's bytes in the file."""
+    return seal.seal(b"unit", number, payload, struct.pack("<QQ", offset, len(payload)))
+
+
+def seal_tables(
+    seal: FileSeal, version: str, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Tables and metadata as the file holds them."""
+    out, shapes = {}, {}
+    for number, (name, array) in enumerate(sorted(tables.items())):
+        dtype = array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype
+        data = np.ascontiguousarray(array, dtype).tobytes()
+        out[name] = np.frombuffer(seal.seal(b"tabl", number, data, name.encode()), np.uint8)
+        shapes[name] = [_NAMES[dtype], list(array.shape)]
+    kind = metadata["kind"]
+    inner = canonical({"metadata": dict(metadata), "tensors": shapes})
+    return out, {"format_version": version, "kind": kind, HEADER: canonical(seal.header).decode(),
+                 SEALED: encoded(seal.seal(b"head", 0, inner, kind.encode()))}  # fmt: skip
+
+
+def open_tables(
+    seal: FileSeal, tables: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: os.PathLike[str]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Inverse of `seal_tables`.
+
+    Raises
+    ------
+    FormatError
+        If anything was altered, or is not in the form that it must have.
+    """
+    kind = metadata.get("kind", "")
+    inner = parsed(seal.open(b"head", 0, decoded(metadata.get(SEALED), path), path, kind.encode()), path)
+    if not isinstance(inner, dict) or set(inner) != {"metadata", "tensors"}:
+        raise FormatError("the sealed head is malformed", path)
+    plain, shapes = inner["metadata"], inner["tensors"]
+    whole = isinstance(plain, dict) and isinstance(shapes, dict) and all(isinstance(v, str) for v in plain.values())
+    if not whole or set(shapes) != set(tables) or plain.get("kind") != kind:
+        raise FormatError("the sealed head does not fit the file", path)
+    out = {}
+    for number, name in enumerate(sorted(tables)):
+        data = seal.open(b"tabl", number, tables[name].tobytes(), path, name.encode())
+        out[name] = _array(data, shapes[name], name, path)
+    return out, dict(plain)
+
+
+def _array(data: bytes, form: Any, name: str, path: os.PathLike[str]) -> np.ndarray:
+    try:
+        dtype, shape = DTYPES[form[0]], tuple(form[1])
+        if len(form) == 2 and len(shape) <= 2 and all(type(side) is int and side >= 0 for side in shape):
+            return np.frombuffer(data, dtype).reshape(shape)
+    except (KeyError, TypeError, IndexError, ValueError):
+        pass
+    raise FormatError(f"tensor {name!r} does not have the form that the sealed head gives", path)
+
+
+class SealedUnits:
+    """Where the units of an encrypted payload are.
+
+    Parameters
+    ----------
+    seal : FileSeal
+    index : ndarray or None
+        The unit index, as stored: U8 ``[n, 48]``.
+    stored_bytes : int
+        Size of the payload in the file.
+    path : path-like
+
+    Raises
+    ------
+    FormatError
+        If the units do not cover the payload.
+    """
+
+    def __init__(self, seal: FileSeal, index: np.ndarray | None, stored_bytes: int, path: os.PathLike[str]) -> None:
+        if index is None or index.dtype != np.uint8 or index.ndim != 2 or index.shape[1] != _RECORD.itemsize:
+            raise FormatError("table 'unit.index' is missing or malformed", path)
+        records = np.frombuffer(index.tobytes(), _RECORD)
+        if (records["length"] > stored_bytes).any() or float(records["length"].sum(dtype=np.float64)) > stored_bytes:
+            raise FormatError("units do not cover the payload", path)
+        self._seal, self._path = seal, path
+        self._ends = np.cumsum(records["length"].astype(np.int64))
+        self._starts = self._ends - records["length"].astype(np.int64)
+        self.payload_bytes = int(self._ends[-1]) if len(records) else 0
+        if self.payload_bytes + TAG_BYTES * len(records) != stored_bytes or (records["offset"] != self._starts).any():
+            raise FormatError("units do not cover the payload", path)
+
+    def covering(self, offset: int, end: int) -> tuple[int, int]:
+        """Numbers ``[first, last)`` of the units that hold payload bytes ``[offset, end)``."""
+        first = int(np.searchsorted(self._ends, offset, "right"))
+        return first, int(np.searchsorted(self._starts, end, "left"))
+
+    def stored(self, first: int, last: int) -> tuple[int, int]:
+        """Where units ``[first, last)`` are in the stored payload."""
+        return int(self._starts[first]) + TAG_BYTES * first, int(self._ends[last - 1]) + TAG_BYTES * last
+
+    def open(self, first: int, last: int, data: bytes | memoryview, offset: int, end: int) -> bytes:
+        """Payload bytes ``[offset, end)`` of stored units ``[first, last)``; `FormatError` if one was altered."""
+        view, base = memoryview(data), self.stored(first, last)[0]
+        parts = []
+        for number in range(first, last):
+            start, stop = int(self._starts[number]), int(self._ends[number])
+            at = start + TAG_BYTES * number - base
+            bound = struct.pack("<QQ", start, stop - start)
+            sealed = view[at : at + stop - start + TAG_BYTES]
+            parts.append(self._seal.open(b"unit", number, sealed, self._path, bound))
+        joined = parts[0] if len(parts) == 1 else b"".join(parts)
+        start = int(self._starts[first])
+        return joined if (offset, end) == (start, start + len(joined)) else joined[offset - start : end - start]
