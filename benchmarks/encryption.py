@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -47,6 +48,7 @@ def compare(sessions: list[Snapshot], quality: str, repeats: int, folder: Path) 
             encode = cpu_seconds(lambda: pltpack.compress(sessions, path, quality=quality, encrypt=encrypt))  # noqa: B023
             decode = cpu_seconds(lambda: read_all(path))  # noqa: B023
             sizes[encrypt] = float(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+            shutil.rmtree(path)
             # The first turn compiles and warms up.
             if repeat:
                 times["encode"][encrypt].append(encode)

@@ -51,8 +51,8 @@ class File:
         need(whole and header["cipher"] == "AES-256-GCM", "encryption header is malformed, or of an unknown cipher")
         for name, digits in (("key", 16), ("archive", 32), ("salt", 64)):
             value = header[name]
-            whole = isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value)
-            need(whole, "encryption header is malformed")
+            sized = isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value)
+            need(sized, "encryption header is malformed")
         key = _key()
         name = hmac.new(key, b"pltpack key id", hashlib.sha256).hexdigest()[:16]
         need(name == header["key"], f"the archive is encrypted with key {header['key']}, not with {name}")

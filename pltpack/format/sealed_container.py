@@ -6,6 +6,7 @@ each 16 bytes longer.
 
 from __future__ import annotations
 
+import bisect
 import os
 import struct
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from pltpack.format.sealing import TAG_BYTES, FileSeal, canonical, decoded, enco
 
 #: Metadata keys of an encrypted container.
 HEADER, SEALED = "encryption", "sealed"
+_BOUND = struct.Struct("<QQ")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Where a record of the unit index has its offset and length (spec/format.md, "Unit index").
 _RECORD = np.dtype({"names": ["offset", "length"], "formats": ["<u8", "<u8"], "offsets": [0, 8], "itemsize": 48})
@@ -26,7 +28,7 @@ _RECORD = np.dtype({"names": ["offset", "length"], "formats": ["<u8", "<u8"], "o
 
 def seal_unit(seal: FileSeal, number: int, offset: int, payload: bytes | memoryview) -> bytes:
     """A unit's bytes in the file."""
-    return seal.seal(b"unit", number, payload, struct.pack("<QQ", offset, len(payload)))
+    return seal.seal(b"unit", number, payload, _BOUND.pack(offset, len(payload)))
 
 
 def seal_tables(
@@ -105,31 +107,32 @@ class SealedUnits:
         if (records["length"] > stored_bytes).any() or float(records["length"].sum(dtype=np.float64)) > stored_bytes:
             raise FormatError("units do not cover the payload", path)
         self._seal, self._path = seal, path
-        self._ends = np.cumsum(records["length"].astype(np.int64))
-        self._starts = self._ends - records["length"].astype(np.int64)
-        self.payload_bytes = int(self._ends[-1]) if len(records) else 0
-        if self.payload_bytes + TAG_BYTES * len(records) != stored_bytes or (records["offset"] != self._starts).any():
+        ends = np.cumsum(records["length"].astype(np.int64))
+        starts = ends - records["length"].astype(np.int64)
+        self.payload_bytes = int(ends[-1]) if len(records) else 0
+        if self.payload_bytes + TAG_BYTES * len(records) != stored_bytes or (records["offset"] != starts).any():
             raise FormatError("units do not cover the payload", path)
+        # Lists: a small unit opens in less time than it takes to get one number out of an array.
+        self._starts: list[int] = starts.tolist()
+        self._ends: list[int] = ends.tolist()
 
     def covering(self, offset: int, end: int) -> tuple[int, int]:
         """Numbers ``[first, last)`` of the units that hold payload bytes ``[offset, end)``."""
-        first = int(np.searchsorted(self._ends, offset, "right"))
-        return first, int(np.searchsorted(self._starts, end, "left"))
+        first = bisect.bisect_right(self._ends, offset)
+        return first, bisect.bisect_left(self._starts, end, first)
 
     def stored(self, first: int, last: int) -> tuple[int, int]:
         """Where units ``[first, last)`` are in the stored payload."""
-        return int(self._starts[first]) + TAG_BYTES * first, int(self._ends[last - 1]) + TAG_BYTES * last
+        return self._starts[first] + TAG_BYTES * first, self._ends[last - 1] + TAG_BYTES * last
 
     def open(self, first: int, last: int, data: bytes | memoryview, offset: int, end: int) -> bytes:
         """Payload bytes ``[offset, end)`` of stored units ``[first, last)``; `FormatError` if one was altered."""
-        view, base = memoryview(data), self.stored(first, last)[0]
-        parts = []
+        view, at, parts = memoryview(data), 0, []
         for number in range(first, last):
-            start, stop = int(self._starts[number]), int(self._ends[number])
-            at = start + TAG_BYTES * number - base
-            bound = struct.pack("<QQ", start, stop - start)
-            sealed = view[at : at + stop - start + TAG_BYTES]
-            parts.append(self._seal.open(b"unit", number, sealed, self._path, bound))
+            start, length = self._starts[number], self._ends[number] - self._starts[number]
+            bound = _BOUND.pack(start, length)
+            parts.append(self._seal.open(b"unit", number, view[at : at + length + TAG_BYTES], self._path, bound))
+            at += length + TAG_BYTES
         joined = parts[0] if len(parts) == 1 else b"".join(parts)
-        start = int(self._starts[first])
+        start = self._starts[first]
         return joined if (offset, end) == (start, start + len(joined)) else joined[offset - start : end - start]

@@ -28,6 +28,7 @@ CIPHER = "AES-256-GCM"
 KEY_BYTES, SALT_BYTES, ARCHIVE_BYTES, TAG_BYTES = 32, 32, 16, 16
 KEY_VARIABLE, FILE_VARIABLE = "PLTPACK_KEY", "PLTPACK_KEY_FILE"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
+_NUMBER = struct.Struct(">Q")
 _given: list[bytes] = []
 
 
@@ -141,6 +142,7 @@ class FileSeal:
 
     def __init__(self, seal: Seal, salt: bytes) -> None:
         try:
+            from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
             raise UnsupportedError("encryption needs a package that is not installed: pip install 'pltpack[encrypt]'"
@@ -149,7 +151,7 @@ class FileSeal:
         # HKDF-SHA256 (RFC 5869) of one block.
         extracted = hmac.new(salt, seal.key, hashlib.sha256).digest()
         self._cipher = AESGCM(hmac.new(extracted, b"pltpack file" + seal.archive + b"\x01", hashlib.sha256).digest())
-        self._archive = seal.archive
+        self._archive, self._invalid = seal.archive, InvalidTag
 
     def seal(self, role: bytes, number: int, data: bytes | memoryview, bound: bytes = b"") -> bytes:
         """Encrypt a part: its bytes, and a tag of 16.
@@ -176,11 +178,9 @@ class FileSeal:
         FormatError
             If any of its bytes, its place or what it is bound to is not as it was sealed.
         """
-        from cryptography.exceptions import InvalidTag
-
         try:
             return self._cipher.decrypt(_nonce(role, number), data, self._archive + role + bound)
-        except (InvalidTag, ValueError):
+        except (self._invalid, ValueError):
             what = {b"unit": f"unit {number}", b"tabl": "a table"}.get(role, "the sealed head")
             raise FormatError(f"{what} does not open with this key: it was altered or moved", path) from None
 
@@ -237,4 +237,4 @@ def parsed(data: bytes, path: os.PathLike[str]) -> Any:
 
 
 def _nonce(role: bytes, number: int) -> bytes:
-    return role + struct.pack(">Q", number)
+    return role + _NUMBER.pack(number)
