@@ -20,7 +20,7 @@ import numpy as np
 from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.header import DTYPES, parse_header
-from pltpack.format.sealed_container import HEADER, SealedUnits, open_tables, seal_tables, seal_unit
+from pltpack.format.sealed_container import HEADER, Scratch, SealedUnits, open_tables, seal_tables, seal_unit
 from pltpack.format.sealing import TAG_BYTES, Seal, parsed
 from pltpack.format.source import FileSource, GoneError, Source
 
@@ -41,6 +41,7 @@ MINOR_RECOMPUTE = 3
 #: Minor version of containers that are encrypted; what is sealed in them has a version of its own.
 MINOR_ENCRYPTION = 4
 
+_scratch = Scratch()
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -290,8 +291,15 @@ class Container:
         """Fill `buffer` with payload bytes from `offset` on; the range has been checked against `payload_bytes`."""
         if self._sealed is None:
             self.source.read_into(buffer, self._payload_at + offset)
-        else:
+            return
+        first, last = self._sealed.covering(offset, offset + len(buffer))
+        if not self._sealed.are_whole(first, last, offset, offset + len(buffer)):
             buffer[:] = self.payload(offset, len(buffer))
+            return
+        begin, end = self._sealed.stored(first, last)
+        stored = _scratch.view(end - begin)
+        self.source.read_into(stored, self._payload_at + begin)
+        self._sealed.open_into(first, last, stored, buffer)
 
     def will_need(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Have payload bytes ``[begin, end)`` read ahead, where that can be."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from pltpack.format.sealing import TAG_BYTES, FileSeal, canonical, decoded, enco
 
 #: Metadata keys of an encrypted container.
 HEADER, SEALED = "encryption", "sealed"
+# As much as readers ask for at once, and its tags.
+_MOST_SCRATCH = 1 << 21
 _BOUND = struct.Struct("<QQ")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Where a record of the unit index has its offset and length (spec/format.md, "Unit index").
@@ -136,3 +139,32 @@ class SealedUnits:
         joined = parts[0] if len(parts) == 1 else b"".join(parts)
         start = self._starts[first]
         return joined if (offset, end) == (start, start + len(joined)) else joined[offset - start : end - start]
+
+    def open_into(self, first: int, last: int, data: memoryview, out: memoryview) -> None:
+        """All payload bytes of stored units ``[first, last)``; errors as of `open`."""
+        at = filled = 0
+        for number in range(first, last):
+            start, length = self._starts[number], self._ends[number] - self._starts[number]
+            sealed, room = data[at : at + length + TAG_BYTES], out[filled : filled + length]
+            self._seal.open_into(b"unit", number, sealed, room, self._path, _BOUND.pack(start, length))
+            at += length + TAG_BYTES
+            filled += length
+
+    def are_whole(self, first: int, last: int, offset: int, end: int) -> bool:
+        """Whether units ``[first, last)`` are just the payload bytes ``[offset, end)``."""
+        return first < last and (self._starts[first], self._ends[last - 1]) == (offset, end)
+
+
+class Scratch(threading.local):
+    """Memory that a thread reads sealed bytes to, again and again: fresh pages cost more than reading them."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def view(self, size: int) -> memoryview:
+        """Some bytes, valid until the next call."""
+        if size > _MOST_SCRATCH:
+            return memoryview(bytearray(size))
+        if len(self._bytes) < size:
+            self._bytes = bytearray(_MOST_SCRATCH)
+        return memoryview(self._bytes)[:size]

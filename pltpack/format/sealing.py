@@ -168,6 +168,15 @@ class FileSeal:
         """
         return self._cipher.encrypt(_nonce(role, number), data, self._archive + role + bound)
 
+    def open_into(
+        self, role: bytes, number: int, data: memoryview, out: memoryview, path: os.PathLike[str], bound: bytes = b""
+    ) -> None:
+        """Decrypt a part to its place; arguments and errors as of `open`."""
+        try:
+            self._cipher.decrypt_into(_nonce(role, number), data, self._archive + role + bound, out)
+        except (self._invalid, ValueError):
+            raise FormatError(f"unit {number} does not open with this key: it was altered or moved", path) from None
+
     def open(
         self, role: bytes, number: int, data: bytes | memoryview, path: os.PathLike[str], bound: bytes = b""
     ) -> bytes:
