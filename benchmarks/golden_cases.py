@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.golden_predictions import PREDICTIONS
 from benchmarks.golden_sessions import RealDumps, Shape, drawn, ids
 from benchmarks.golden_steps import Case, Step, append, compress
-from benchmarks.golden_transform import TRANSFORM
+from benchmarks.golden_transform import SCALED, TRANSFORM
 from pltpack.snapshot import DTYPES, Identity, Snapshot
 
 # --- cases ------------------------------------------------------------------------------------------------------
@@ -82,6 +82,16 @@ def _tiers(real: RealDumps) -> Case:
             append(drawn("rotated", [*ids(20, 13)]), quality="turboquant-3"),
         ],
     )
+
+
+def _moved(real: RealDumps) -> Case:
+    title = "two appends: whole units of shards move to new segments where later sessions share them"
+    return Case(title, _append(real).steps, inputs="020-append")
+
+
+def _moved_compacted(real: RealDumps) -> Case:
+    steps = _append(real).steps
+    return Case("the archive of units that moved, compacted", [*steps, Step("compact")], inputs="020-append")
 
 
 def _compacted(real: RealDumps) -> Case:
@@ -244,4 +254,7 @@ CASES: dict[str, Callable[[RealDumps], Case]] = {
     "038-same": _same,
     **TRANSFORM,
     **PREDICTIONS,
+    "060-append-moved": _moved,
+    "061-moved-compacted": _moved_compacted,
+    **SCALED,
 }

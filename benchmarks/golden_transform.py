@@ -106,7 +106,18 @@ def _small(real: RealDumps) -> Case:
                 profile=profile_of(session, rank=3))  # fmt: skip
 
 
-#: Part of `benchmarks.golden_cases.CASES`.
+def _scaled(real: RealDumps) -> Case:
+    usual, other = _sessions()
+    layers = [tuple((part.astype(np.float32) * 6).astype(part.dtype) for part in other.layer(index))
+              for index in range(len(other.identity.layers))]  # fmt: skip
+    loud = Snapshot.from_arrays("loud", other.tokens, layers, other.identity)
+    made = profile_of(usual, seed=7)
+    return Case("transform: a session whose components are larger than the profile's", [
+        compress(usual, profile="embedded", quality="transform"), append(loud)], profile=made)  # fmt: skip
+
+
+#: Parts of `benchmarks.golden_cases.CASES`.
+SCALED: dict[str, Callable[[RealDumps], Case]] = {"062-transform-scaled": _scaled}
 TRANSFORM: dict[str, Callable[[RealDumps], Case]] = {
     "039-transform-bf16": _case("layer groups of 2 of 3 layers, templates, NaNs, a shared prefix", profile={},
                                 quality="balanced"),

@@ -50,6 +50,7 @@ class Transform:
         need(groups, "a unit's layers are not a group of the profile")
         group, tokens, reader = groups[0], units[0].tokens, Reader(payload)
         flags, log_step, count = struct.unpack("<BhH", reader.take(5))
+        scaled, flags = flags & 4, flags & ~4
         need(flags in (0, 1, 3) and (flags > 0) == (reference is not None), "flags of a unit are wrong")
         need(abs(log_step) <= 40 * OCTAVE, "step is out of range")
         exact = reader.array("<u2", count).astype(int)
@@ -58,7 +59,11 @@ class Transform:
         trust = self.halves(reader, tokens) if flags == 3 else np.zeros(tokens, int)
         classes[exact] = EXACT
         quantized = np.zeros((tokens, len(group.logs)))
-        places, kinds = self.order(group, log_step, classes, trust)
+        logs = group.logs
+        if scaled:
+            shifts = self.halves(reader, -(-len(logs) // 256))
+            logs = np.minimum.accumulate(logs + 8 * (np.repeat(shifts, 256)[: len(logs)] - 8))
+        places, kinds = self.order(logs, log_step, classes, trust)
         values = self.values(reader, kinds)
         if places:
             quantized[tuple(np.array(places).T)] = values
@@ -86,7 +91,7 @@ class Transform:
         return np.stack([both % 16, both // 16], axis=1).reshape(-1)[:tokens].astype(int)
 
     def order(
-        self, group: Group, log_step: int, classes: np.ndarray, trust: np.ndarray
+        self, logs: np.ndarray, log_step: int, classes: np.ndarray, trust: np.ndarray
     ) -> tuple[list[tuple[int, int]], np.ndarray]:
         """Token and component of each coded coefficient, in the order of the stream, and their classes."""
         places: list[tuple[int, int]] = []
@@ -95,7 +100,7 @@ class Transform:
         pairs = sorted({(int(p), int(j)) for p, j in zip(trust, classes, strict=True) if j != EXACT})
         found = {}
         for prediction, token_class in pairs:
-            apart = group.logs - 8 * prediction - (log_step - 12 * (token_class - 6)) - self.profile.floor
+            apart = logs - 8 * prediction - (log_step - 12 * (token_class - 6)) - self.profile.floor
             found[prediction, token_class] = np.where(apart < 0, -1, np.minimum(apart // CLASS_WIDTH, tables - 1))
         for kind in range(tables):
             for pair in pairs:

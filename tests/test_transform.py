@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -31,14 +32,14 @@ from profiles_common import (
     words,
 )
 
-from pltpack.codec import coefficients, importance, prediction, rate
+from pltpack.codec import coefficients, importance, prediction, rate, scaling
 from pltpack.codec.base import KeyValue
 from pltpack.codec.blas import single_threaded
 from pltpack.codec.coefficients import OCTAVE
 from pltpack.codec.profile import NAMES, Profile, pack_about
 from pltpack.codec.rows import to_rows
 from pltpack.codec.transform import TransformCodec
-from pltpack.snapshot import DTYPES, Identity, LayerGeometry
+from pltpack.snapshot import DTYPES, Identity, LayerGeometry, Snapshot
 
 PROFILE = random_profile()
 #: Largest relative rounding error, and half of the smallest difference of two numbers.
@@ -325,9 +326,53 @@ def test_a_prediction_is_worth_its_bytes_and_survives_what_is_not_finite() -> No
         assert np.isfinite(np.delete(array.astype(np.float32), 11, axis=1)).all()
     with pytest.raises(ValueError, match="reference"):
         codec.decode_span(memoryview(payload), unit, back)
-    for flags in (2, 4, 7):
+    for flags in (2, 8, 11):
         with pytest.raises(ValueError, match="flags"):
             codec.decode_span(memoryview(bytes([flags]) + payload[1:]), unit, back, guess)
+
+
+def test_sessions_louder_than_the_calibration_take_tables_that_fit() -> None:
+    codec = started(random_profile(), step=0.4)
+    usual = session("usual", np.arange(96))
+    layers = [tuple((part.astype(np.float32) * 5).astype(part.dtype) for part in usual.layer(i)) for i in range(3)]
+    loud = Snapshot.from_arrays("loud", usual.tokens, layers, usual.identity)
+    prepared, other = codec.prepare(loud, (96,)), codec.prepare(usual, (96,))
+    assert all((prepared._shifts[first] > other._shifts[first]).all() for first in other._shifts)
+    assert set(prepared._shifts) == {group.start for group in codec.layer_groups(3)}
+    plain = copy.copy(prepared)
+    plain._shifts = {}
+    for group in codec.layer_groups(3):
+        unit, arrays = unit_of(group, 96), [loud.layer(layer) for layer in group]
+        payload, other = prepared.encode_span(unit, arrays), plain.encode_span(unit, arrays)
+        assert payload[0] == 4 and other[0] == 0 and len(payload) < 0.95 * len(other)
+        assert prepared.minor_of(payload) == 3 and plain.minor_of(other) == 0
+        back, again = empty_like(arrays), empty_like(arrays)
+        codec.decode_span(memoryview(payload), unit, back)
+        codec.decode_span(memoryview(other), unit, again)
+        bounds(codec, group, arrays, back, IDENTITY, 0, rate.value_of(prepared.token_steps))
+        for cut in range(len(payload) - len(payload) // 3, len(payload), 7):
+            with pytest.raises(ValueError, match=r".*"):
+                codec.decode_span(memoryview(payload[:cut]), unit, back)
+
+
+def test_what_is_as_calibration_says_keeps_its_scales() -> None:
+    codec, rng = started(random_profile()), np.random.default_rng(3)
+    logs = np.sort(rng.integers(-60, 100, 700))[::-1].astype(np.int32)
+    steps = rate.steps(0)
+    for shift in (0, 16):
+        found = rng.laplace(size=(400, 700)) * rate.value_of(logs + shift)
+        shifts = scaling.choose(found.astype(np.float32), np.full(400, 6), steps, rate.value_of(steps), logs,
+                                codec.profile.coder)  # fmt: skip
+        assert shifts is None if shift == 0 else (np.abs(shifts[:2].astype(int) - 10) <= 1).all()
+
+
+@given(st.lists(st.integers(-500, 500), min_size=1, max_size=600), st.integers(0, 2**32))
+def test_moved_scales_descend(logs, seed) -> None:
+    given_logs = np.sort(np.array(logs, np.int32))[::-1]
+    shifts = np.random.default_rng(seed).integers(0, 16, scaling.count(given_logs)).astype(np.uint8)
+    found = scaling.shifted(given_logs, shifts)
+    assert (np.diff(found) <= 0).all() and found[0] == given_logs[0] + 8 * (int(shifts[0]) - 8)
+    assert np.array_equal(scaling.shifted(given_logs, np.full(len(shifts), scaling.NONE)), given_logs)
 
 
 def test_one_layer_a_group_has_the_plain_interface_too() -> None:

@@ -42,6 +42,21 @@ def versions(archive: Path) -> dict[str, str]:
         return {segment.container.path.name: segment.container.metadata["format_version"] for segment in segments}
 
 
+def test_units_of_moved_scales_make_version_1_3_wherever_they_go(tmp_path):
+    archive = tmp_path / "archive"
+    shutil.copytree(GOLDEN / "062-transform-scaled" / "archive", archive)
+    before = versions(archive)
+    assert before["loud.pltshard"] == "1.3"
+    pltpack.export_session(archive, "loud", tmp_path / "loud.pltsession")
+    pltpack.import_session(tmp_path / "other", tmp_path / "loud.pltsession")
+    pltpack.compact(archive)
+    for path in (archive, tmp_path / "other"):
+        found = versions(path)
+        (name,) = (name for name in found if name.startswith("loud"))
+        assert found[name] == "1.3"
+        reference_decoder.decode(path, tmp_path / path.name / "decoded")
+
+
 def test_only_containers_with_layer_groups_or_profiles_are_of_version_1_1(tmp_path):
     found = versions(GOLDEN / "045-transform-append" / "archive")
     assert found.pop("third.pltshard") == "1.0"

@@ -175,6 +175,11 @@ class UnitWriter:
     pool : ThreadPoolExecutor
     measure : bool
         Record each unit's relative RMS error (library units of lossy codecs).
+
+    Attributes
+    ----------
+    minor : int
+        The least minor version that knows what is in the payloads appended so far.
     """
 
     def __init__(
@@ -190,7 +195,7 @@ class UnitWriter:
         self._prepared, self._codec = prepared, prepared.codec
         self._measure = measure and not self._codec.exact
         self._records: list[tuple[int | float, ...]] = []
-        self._offset = 0
+        self._offset = self.minor = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -204,6 +209,7 @@ class UnitWriter:
         kept = [encoded for encoded in group if encoded.payload or encoded.record]
         self._sink.append(self._container, [encoded.payload for encoded in kept])
         for encoded in kept:
+            self.minor = max(self.minor, self._codec.minor_of(encoded.payload))
             self._records.append((self._offset, len(encoded.payload), *encoded.record, encoded.error))
             self._offset += len(encoded.payload)
 

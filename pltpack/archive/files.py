@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 from pltpack.archive.library import Library
-from pltpack.archive.segments import dumps_json
-from pltpack.format.container import FORMAT_VERSION, ContainerInfo
+from pltpack.archive.segments import Segment, dumps_json
+from pltpack.format.container import FORMAT_VERSION, MINOR_SCALED, ContainerInfo
 from pltpack.format.manifest import SHARDS, Manifest, SessionEntry
 from pltpack.names import session_to_file
 from pltpack.snapshot import Identity
@@ -56,6 +56,17 @@ def container_metadata(kind: str, identity: Identity, minor: int = 0) -> dict[st
         "identity": dumps_json(identity.to_json()),
         "identity_sha256": identity.digest(),
     }
+
+
+def raised(metadata: dict[str, str], minor: int) -> dict[str, str]:
+    """A container's metadata with a minor version that is at least `minor`."""
+    major, former = metadata["format_version"].split(".")
+    return {**metadata, "format_version": f"{major}.{max(int(former), minor)}"}
+
+
+def carried_minor(segments: Iterable[Segment]) -> int:
+    """The least minor version for units copied from other containers, by what these say beyond their tables."""
+    return MINOR_SCALED if any(segment.minor == MINOR_SCALED for segment in segments) else 0
 
 
 def header_reserve(metadata: dict[str, str], states: int = 1, recompute: bool = False) -> int:

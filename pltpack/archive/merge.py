@@ -12,7 +12,7 @@ from pltpack.archive import recompute
 from pltpack.archive.budget import NodeKey, parent_of
 from pltpack.archive.captured import kept_tensors
 from pltpack.archive.embeddings import merged_minor
-from pltpack.archive.files import container_metadata, header_reserve, session_entry
+from pltpack.archive.files import carried_minor, container_metadata, header_reserve, session_entry
 from pltpack.archive.guard_record import kept_metadata
 from pltpack.archive.library import Library
 from pltpack.archive.reader import Archive
@@ -128,7 +128,8 @@ class Merger:
         salts = sorted({lib.salts[lib.nodes[n]["tenant"]] for lib, n in used}, key=lambda s: (s is not None, str(s)))
         groups = any(_grouped(library.units_of(node)) for library, node in used)
         groups |= any("profile" in entry for entry, _ in self._states)
-        minor = max(MINOR_GROUPS if groups else 0, merged_minor(self._archive.identity, self._codecs()))
+        minor = max(MINOR_GROUPS if groups else 0, merged_minor(self._archive.identity, self._codecs()),
+                    carried_minor(library for library, _ in used))  # fmt: skip
         if any(shard.recipe is not None for shard in self._shards):
             minor = MINOR_RECOMPUTE
         metadata = {
@@ -183,6 +184,7 @@ class Merger:
         states = sorted(own | set(units["state"].tolist()))
         groups = _grouped(units) or any("profile" in self._states[state][0] for state in states)
         minor = MINOR_PREDICTIONS if shard.has_predictions else MINOR_GROUPS if groups else 0
+        minor = max(minor, carried_minor(segment for segment, _ in stored))
         metadata = {
             **container_metadata("shard", self._archive.identity, minor),
             "session": shard.entry.session,

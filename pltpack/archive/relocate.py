@@ -10,7 +10,15 @@ import numpy as np
 
 from pltpack.archive.captured import kept_tensors
 from pltpack.archive.embeddings import merged_minor
-from pltpack.archive.files import container_metadata, header_reserve, next_library, session_entry, shard_path, shown
+from pltpack.archive.files import (
+    carried_minor,
+    container_metadata,
+    header_reserve,
+    next_library,
+    session_entry,
+    shard_path,
+    shown,
+)
 from pltpack.archive.guard_record import kept_metadata
 from pltpack.archive.library import Library
 from pltpack.archive.merge import copy_units
@@ -103,7 +111,8 @@ class _Segment:
         grouped = any((units["layer_count"] != 1).any() for units in records)
         grouped |= any(library.profile_digest(state) is not None for library, state in held)
         codecs = ((library.codec(state), library.minor) for library, state in held)
-        minor = max(MINOR_GROUPS if grouped else 0, merged_minor(self._archive.identity, codecs))
+        minor = max(MINOR_GROUPS if grouped else 0, merged_minor(self._archive.identity, codecs),
+                    carried_minor(part.shard for part in self.parts))  # fmt: skip
         salts = sorted({part.shard.entry.salt for part in self.parts}, key=lambda salt: (salt is not None, salt))
         parents = [_parent(part) for part in self.parts]
         others = list(dict.fromkeys(library for library, _ in filter(None, parents)))

@@ -13,7 +13,7 @@ import numpy as np
 from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.embeddings import least_minor
 from pltpack.archive.encoding import UnitJob, UnitWriter, split
-from pltpack.archive.files import container_metadata, header_reserve, next_library
+from pltpack.archive.files import container_metadata, header_reserve, next_library, raised
 from pltpack.archive.library import Library
 from pltpack.archive.places import CodecPlace, codec_state
 from pltpack.archive.prepared import Prepared
@@ -125,7 +125,7 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
             "trie.tokens": np.concatenate(parts),
             "codec.state.0": place.packed,
         },
-        metadata,
+        raised(metadata, writer.minor),
     )
     written = FileEntry(path.name, info.size, info.head_sha256, info.payload_sha256)
     library = Library(LocalStore(output.folder), written, identity, lambda _: codec_state(codec), output.backend,

@@ -18,7 +18,7 @@ from pltpack.archive.budget import admit
 from pltpack.archive.captured import shard_tensors
 from pltpack.archive.draft import Draft
 from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, write_all
-from pltpack.archive.files import HIDDEN, container_metadata, header_reserve, session_entry, shard_path
+from pltpack.archive.files import HIDDEN, container_metadata, header_reserve, raised, session_entry, shard_path
 from pltpack.archive.library import Library
 from pltpack.archive.near import add_near
 from pltpack.archive.places import Places, keeps
@@ -346,7 +346,7 @@ class GenerationWriter:
                 "unit.index": writer.table(),
                 **shard_tensors(snapshot),
             }
-            return self._sink.commit(container, found, metadata)
+            return self._sink.commit(container, found, raised(metadata, writer.minor))
 
         return path, writer, jobs, commit
 

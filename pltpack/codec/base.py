@@ -222,6 +222,10 @@ class Codec(abc.ABC):
         """How a started codec cuts a model's layers into units: one by one unless it `spans` layers."""
         return [range(index, index + 1) for index in range(layers)]
 
+    def minor_of(self, payload: bytes) -> int:
+        """The least minor version of the format that knows what is in a payload, beyond what its container says."""
+        return 0
+
     def prepare(self, snapshot: Snapshot, cuts: Sequence[int] = ()) -> Codec:
         """The started codec for one session, after a look at the whole of it; itself unless a codec needs one.
 

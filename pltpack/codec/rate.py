@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
-from pltpack.codec import importance
+from pltpack.codec import importance, scaling
 from pltpack.codec.base import SINK_TOKENS, Unit
 from pltpack.codec.coefficients import OCTAVE, Order, cost_tables
 from pltpack.codec.profile import Profile
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_LOG_STEP = 40 * OCTAVE
 #: Tokens from which a session's step is chosen.
 SAMPLE_TOKENS = 384
+#: Tokens that are enough to tell how large coefficients are.
+FEW_TOKENS = 128
 #: Elements, at most, that are looked at where bits are to be met, if those are more tokens.
 _SAMPLE_ELEMENTS = 1 << 24
 #: Tokens of a unit, as the archive cuts them unless they are few.
@@ -100,8 +102,8 @@ def choose(
     *,
     target_kl: float | None = None,
     target_bits: float | None = None,
-) -> int:
-    """The step of a session that meets a target, as a logarithm in 1/24 octave.
+) -> tuple[int, Probe]:
+    """The step of a session that meets a target, as a logarithm in 1/24 octave, and the sample that tells.
 
     Parameters
     ----------
@@ -131,13 +133,20 @@ def choose(
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if probe.kl(middle) <= target_kl else (low, middle - 1)
-        return low
+        probe.adapt(low)
+        return low, probe
     per_token = sum(layer.elements_per_token for layer in codec.profile.layers)
     probe = Probe(codec, snapshot, classes, max(SAMPLE_TOKENS, _SAMPLE_ELEMENTS // per_token))
     size = Size(codec, snapshot, probe)
+    probe.adapt(_met(size, target_bits or 0, low, high))
+    return _met(size, target_bits or 0, low, high), probe
+
+
+def _met(size: Size, target_bits: float, low: int, high: int) -> int:
+    """The smallest step from `low` to `high` that takes no more bits per element, or the largest of all."""
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if size.bits(middle) <= (target_bits or 0) else (middle + 1, high)
+        low, high = (low, middle) if size.bits(middle) <= target_bits else (middle + 1, high)
     return low
 
 
@@ -160,7 +169,7 @@ def predicted_kl(codec: TransformCodec, snapshot: Snapshot, target_kl: float, mo
         If the finest step is not fine enough.
     """
     classes = token_classes(codec.profile, snapshot, [len(snapshot)])
-    step = choose(codec, snapshot, classes, target_kl=target_kl)
+    step, _ = choose(codec, snapshot, classes, target_kl=target_kl)
     return Probe(codec, snapshot, classes, most).kl(step)
 
 
@@ -182,6 +191,8 @@ class Probe:
         Tokens looked at.
     lost : float
         Raw bytes a token, on average, of those that are not finite in a layer group.
+    shifts : dict
+        By first layer of a group, how its scales are moved after `adapt`.
     """
 
     def __init__(
@@ -193,6 +204,8 @@ class Probe:
         self._classes = np.concatenate([classes[start:stop] for start, stop in runs]).astype(np.int64)
         self.tokens = len(self._classes)
         self.lost = 0.0
+        self.shifts: dict[int, np.ndarray] = {}
+        self._logs: dict[int, np.ndarray] = {}
         self._groups = []
         for bases in codec.all_bases():
             group, parts, finite = bases.group, [], []
@@ -215,11 +228,21 @@ class Probe:
         every = steps(log_step)
         errors, bits, filling = np.zeros(len(self._classes)), 0.0, 0.0
         for bases, found in self._groups:
-            order = Order.of(bases.logs, every, self._classes, self._tables)
+            logs = self._logs.get(bases.group.start, bases.logs)
+            order = Order.of(logs, every, self._classes, self._tables)
             bits += _measure(found, self._classes, value_of(every), order.bounds, self._tables.raw, self._costs, errors)
             # Half a row of zeros, on average, for every class that occurs.
             filling += LANES / 2 * float((self._costs[:, 0] - self._tables.raw)[order.counts > 0].sum())
         return errors, bits, filling
+
+    def adapt(self, log_step: int) -> None:
+        """Let scales be the session's own from here on: see `pltpack.codec.scaling.choose`."""
+        every = steps(log_step)
+        for bases, found in self._groups:
+            shifts = scaling.choose(found, self._classes, every, value_of(every), bases.logs, self._tables)
+            if shifts is not None:
+                self.shifts[bases.group.start] = shifts
+                self._logs[bases.group.start] = scaling.shifted(bases.logs, shifts)
 
     def kl(self, log_step: int) -> float:
         """Predicted KL divergence in nats."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, importance, prediction, rate
+from pltpack.codec import coefficients, exact_tokens, importance, prediction, rate, scaling
 from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Unit
 from pltpack.codec.bases import Bases, GroupBases, Spread
 from pltpack.codec.blas import single_threaded
@@ -25,8 +25,8 @@ from pltpack.codec.rows import from_rows, to_rows
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry, Snapshot
 
 _HEADER = struct.Struct("<BhH")
-_FLAG_REFERENCE, _FLAG_PREDICTED = 1, 2
-#: Format 1.1 knows only a reference that takes the mean's place.
+_FLAG_REFERENCE, _FLAG_PREDICTED, FLAG_SCALED = 1, 2, 4
+#: Format 1.1 knows only a reference that takes the mean's place, and only scales as they were calibrated.
 _FLAGS = (0, _FLAG_REFERENCE, _FLAG_REFERENCE | _FLAG_PREDICTED)
 #: Token class of a token that is stored exactly.
 EXACT = importance.CLASSES
@@ -83,6 +83,7 @@ class TransformCodec(Codec):
         self._config = {"step": step, "target_kl": target_kl, "target_bits": target_bits}
         self._log_step = rate.log_of(DEFAULT_STEP if step is None else step)
         self._classes: np.ndarray | None = None
+        self._shifts: dict[int, np.ndarray] = {}
 
     def get_config(self) -> dict[str, Any]:
         """See `Codec.get_config`."""
@@ -122,9 +123,13 @@ class TransformCodec(Codec):
         out._classes = rate.token_classes(self._profile, snapshot, cuts)
         goal = {key: value for key, value in self.get_config().items() if key != "step"}
         if goal and len(snapshot):
-            out._log_step = rate.choose(out, snapshot, out._classes, **goal)
+            out._log_step, probe = rate.choose(out, snapshot, out._classes, **goal)
         else:
             out._log_step = rate.base_step(self._log_step)
+            probe = rate.Probe(out, snapshot, out._classes, rate.FEW_TOKENS)
+            probe.adapt(out._log_step)
+        # Former versions' archives may hold keys of embeddings that they did not know: they know no shifts either.
+        out._shifts = probe.shifts if self._identity.rope == snapshot.identity.rope else {}
         return out
 
     @property
@@ -204,17 +209,18 @@ class TransformCodec(Codec):
         bases, layers = self._bases_of(unit), _geometries(unit)
         bits, exact, found, flags, guess = analysed
         classes, steps, trust = self._unit_classes(unit), rate.steps(self._log_step), b""
+        logs, scaled, shifts = self.unit_logs(unit)
         marks = np.flatnonzero(exact).astype("<u2")
         if guess is None:
             joint = np.where(exact, EXACT, classes)
             quantized = bases.quantize(found, joint, steps)
         else:
-            predicted, quantized = prediction.choose(found, guess, classes, exact, steps, bases.logs, self._tables)
+            predicted, quantized = prediction.choose(found, guess, classes, exact, steps, logs, self._tables)
             joint, steps = prediction.joint(classes, predicted, exact), prediction.lowered(steps)
             trust = pack_nibbles(predicted)
-        order = Order.of(bases.logs, steps, joint, self._tables)
-        header = _HEADER.pack(flags, self._log_step, len(marks))
-        parts = [header, marks.tobytes(), pack_nibbles(np.where(exact, 0, classes)), trust,
+        order = Order.of(logs, steps, joint, self._tables)
+        header = _HEADER.pack(flags | scaled, self._log_step, len(marks))
+        parts = [header, marks.tobytes(), pack_nibbles(np.where(exact, 0, classes)), trust, shifts,
                  coefficients.encode(quantized, order, self._tables)]  # fmt: skip
         if len(marks):
             at = unit.position + marks.astype(np.int64)
@@ -234,7 +240,7 @@ class TransformCodec(Codec):
         bases, layers = self._bases_of(unit), _geometries(unit)
         reader = Reader(payload)
         flags, log_step, marks, classes = _head(reader, unit.tokens)
-        if flags not in _FLAGS or bool(flags) != (reference is not None):
+        if flags & ~FLAG_SCALED not in _FLAGS or bool(flags & _FLAG_REFERENCE) != (reference is not None):
             raise ValueError("unit has unknown flags, or a reference where there should be none")
         exact = np.zeros(unit.tokens, np.bool_)
         exact[marks] = True
@@ -246,7 +252,8 @@ class TransformCodec(Codec):
         else:
             predicted = None
             classes[exact] = EXACT
-        order = Order.of(bases.logs, steps, classes, self._tables)
+        logs = read_logs(reader, bases.logs) if flags & FLAG_SCALED else bases.logs
+        order = Order.of(logs, steps, classes, self._tables)
         quantized = coefficients.decode(reader, order, self._tables, (unit.tokens, len(bases.logs)))
         spread = bases.spread(quantized, order, classes, widths)
         count = len(marks)
@@ -299,6 +306,17 @@ class TransformCodec(Codec):
         rows -= bases.mean
         rows[~finite] = 0
         return rows
+
+    def unit_logs(self, unit: Unit) -> tuple[np.ndarray, int, bytes]:
+        """Scales that a unit is coded by; the flag and the bytes that say so, if they are not the profile's."""
+        logs, shifts = self._bases_of(unit).logs, self._shifts.get(unit.layer)
+        if shifts is None:
+            return logs, 0, b""
+        return scaling.shifted(logs, shifts), FLAG_SCALED, pack_nibbles(shifts)
+
+    def minor_of(self, payload: bytes) -> int:
+        """See `Codec.minor_of`."""
+        return scaling.MINOR if payload[0] & FLAG_SCALED else 0
 
     def _unit_classes(self, unit: Unit) -> np.ndarray:
         if self._classes is None:
@@ -379,6 +397,12 @@ def _head(reader: Reader, tokens: int) -> tuple[int, int, np.ndarray, np.ndarray
     if count and (marks[-1] >= tokens or (np.diff(marks) <= 0).any()):
         raise ValueError("exact tokens are out of order")
     return flags, log_step, marks, unpack_nibbles(reader.take((tokens + 1) // 2), tokens)
+
+
+def read_logs(reader: Reader, logs: np.ndarray) -> np.ndarray:
+    """Scales moved by what a payload says next."""
+    count = scaling.count(logs)
+    return scaling.shifted(logs, unpack_nibbles(reader.take((count + 1) // 2), count))
 
 
 def pack_nibbles(values: np.ndarray) -> bytes:

@@ -38,6 +38,8 @@ MINOR_GROUPS = 1
 MINOR_PREDICTIONS = 2
 #: Minor version from which on shards may leave it to a model to make their values.
 MINOR_RECOMPUTE = 3
+#: The same for units of `transform` that move the scales of their components.
+MINOR_SCALED = 3
 #: Minor version of containers that are encrypted; what is sealed in them has a version of its own.
 MINOR_ENCRYPTION = 4
 

@@ -94,14 +94,15 @@ class SpectrumEncoder:
         limits = (coefficients.MAX_VALUE * 0.5 * rate.value_of(steps)[classes]).astype(np.float32)
         exact |= ~device.get((xp.abs(found) < device.put(limits)[:, None]).all(axis=1))
         joint = np.where(exact, EXACT, classes)
-        order = Order.of(bases.logs, steps, joint, self._tables)
+        logs, scaled, shifts = codec.unit_logs(unit)
+        order = Order.of(logs, steps, joint, self._tables)
         inverse = np.append(1 / rate.value_of(steps), 0.0).astype(np.float32)[joint]
         quantized = xp.empty(found.shape, np.int32)
         spectrum.quantize_kernel[device.loop_of(found.size)](found, device.put(inverse), quantized)
         values = encode_values(quantized, [order], self._tables)[0]
         marks = np.flatnonzero(exact)
-        parts = [transform._HEADER.pack(0, codec._log_step, len(marks)), marks.astype("<u2").tobytes(),
-                 transform.pack_nibbles(np.where(exact, 0, classes)), values]  # fmt: skip
+        parts = [transform._HEADER.pack(scaled, codec._log_step, len(marks)), marks.astype("<u2").tobytes(),
+                 transform.pack_nibbles(np.where(exact, 0, classes)), shifts, values]  # fmt: skip
         if len(marks):
             bits = transform.exact_rows([(k[:, marks], v[:, marks]) for k, v in arrays])
             layout = codec._exact_layout(bases, layers)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, prediction, rate, transform
+from pltpack.codec import coefficients, exact_tokens, prediction, rate, scaling, transform
 from pltpack.codec import rans as host_rans
 from pltpack.codec.coefficients import ESCAPE, Order
 from pltpack.codec.payload import Reader
@@ -189,6 +189,7 @@ class SpectrumDecoder(UnitDecoder):
             flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
             marks = reader.array(count, "<u2").astype(np.int64)
             ordered = not count or (marks[-1] < unit.tokens and (np.diff(marks) > 0).all())
+            scaled, flags = flags & transform.FLAG_SCALED, flags & ~transform.FLAG_SCALED
             known = flags == (0 if job.reference is None else _PREDICTED)
             if not known or abs(log_step) > rate.MAX_LOG_STEP or not ordered:
                 return None
@@ -204,14 +205,16 @@ class SpectrumDecoder(UnitDecoder):
                 shares = prediction.shares()[predicted]
             else:
                 classes[marks] = EXACT
-            order = Order.of(bases.logs, steps, classes, self._tables)
+            logs = transform.read_logs(reader, bases.logs) if scaled else bases.logs
+            order = Order.of(logs, steps, classes, self._tables)
             length, escapes, low = (reader.u32() for _ in range(3))
             raw = self._tables.raw
             if escapes > order.counts.sum() or low != (int((order.counts * raw).sum()) + 7) // 8:
                 return None
             if length < host_rans.HEADER_BYTES or length % 2:
                 return None
-            stream = _HEADER.size + 2 * count + (unit.tokens + 1) // 2 * (2 if flags else 1) + 12
+            moved = (scaling.count(logs) + 1) // 2 if scaled else 0
+            stream = _HEADER.size + 2 * count + (unit.tokens + 1) // 2 * (2 if flags else 1) + moved + 12
             low_at = stream + length + 4 * escapes
             reader.take(length + 4 * escapes + low)
             exact = np.zeros((count, bases.group.last - bases.group.first), _widest(layers))
