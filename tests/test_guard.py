@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,37 @@ def test_tiers_without_a_profile_are_measured_as_well(tiny, ordinary, following,
         pltpack.compress(ordinary, tmp_path / "b", quality="q1", guard=ProfileGuard())
     pltpack.compress(ordinary, tmp_path / "c", quality=LAST, guard=ProfileGuard())
     assert {r.kept for r in records(tmp_path / "c").values()} == {LAST}
+
+
+def test_json_prometheus_and_report_agree_to_the_last_digit_shown(folder, ordinary, following, tmp_path):
+    pytest.importorskip("prometheus_client")
+    archive, dumps = tmp_path / "a", tmp_path / "dumps"
+    dumps.mkdir()
+    pltpack.write_dump(ordinary, dumps / "all.safetensors", "safetensors")
+    save_file({s.session: following[s.session] for s in ordinary}, tmp_path / "next.safetensors")
+    stats = done_json("compress", dumps, "-o", archive, "--quality", "q2", "--guard", "--model", folder,
+                      "--continuations", tmp_path / "next.safetensors", "--guard-kl", 9, "--guard-ppl", 900,
+                      "--guard-lossless", 900)  # fmt: skip
+    scraped = {}
+    for line in done("serve-metrics", archive, "--once").splitlines():
+        if line.startswith("pltpack_"):
+            scraped[line.partition("{")[0]] = float(line.rpartition(" ")[2])
+    done("report", archive, "-o", tmp_path / "r.html")
+    tiles = re.findall(r'<div class="tile">(.*?)</div>', (tmp_path / "r.html").read_text(encoding="utf-8"), re.DOTALL)
+    page, text = " ".join(re.sub("<[^>]*>", "", " ".join(tiles)).split()), done("inspect", archive)
+    inspected = done_json("inspect", archive)["stats"]
+    for member, metric, factor, seen in (
+        ("ratio", "pltpack_compression_ratio", 1, r"compression ratio ?([\d.]+)"),
+        ("kl", "pltpack_kl_nats", 1, r"KL divergence ?([\d.]+)"),
+        ("ppl_change_pct", "pltpack_perplexity_change_percent", 1, r"perplexity ([-+][\d.]+) %"),
+        ("dedup_hit_rate", "pltpack_dedup_hit_rate", 100, r"dedup hit rate ?([\d.]+)"),
+        ("tail_bits_per_element", "pltpack_tail_bits_per_element", 1, r"tail bits per element ?([\d.]+)"),
+    ):
+        assert stats[member] == inspected[member] == scraped[metric] != 0, member
+        (shown,) = re.findall(seen, page)
+        places, sign = len(shown.partition(".")[2]), "+" if shown[0] in "+-" else ""
+        assert shown == f"{factor * scraped[metric]:{sign}.{places}f}", member
+        assert shown in text, member
 
 
 def test_another_models_session_that_says_so_is_refused(folder, profile, ordinary, tmp_path):
