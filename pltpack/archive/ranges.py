@@ -2,8 +2,8 @@
 
 A profile holds a mean and a covariance in disguise: every component of its transform has the mean magnitude that its
 coefficients had over calibration text (`Profile.shared_log`, `local_log`). Coefficients of a session over these scales
-are 1 on average where it is of the same kind. Prose after a calibration on prose reads 0.99 to 1.11, chats and code read
-1.45 to 1.9; values that no such model makes read far more.
+are 1 on average where it is of the same kind. Prose after a calibration on prose reads 0.99 to 1.11, chats and code
+read 1.45 to 1.9; values that no such model makes read far more.
 """
 
 from __future__ import annotations
