@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pltpack_cli.options import PATH, json_option
+from pltpack_cli.options import PATH, json_option, worker_options
 from pltpack_cli.output import count, number, print_json, print_rows, size
 from pltpack_cli.progress import progress_bars
 
@@ -32,12 +32,13 @@ _COMPUTE = click.Choice(["F32", "BF16", "F16"], case_sensitive=False)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of what is sampled.")
 @click.option("--compute", type=_COMPUTE, default="F32", show_default=True, help="Dtype that the model computes in.")
 @click.option("--device", default="cpu", show_default=True, help="Torch device that the model runs on.")
+@worker_options
 @click.option("--force", is_flag=True, help="Replace a profile that exists.")
 @json_option
 def calibrate(
     model: Path | None, texts: tuple[Path, ...], dumps: tuple[Path, ...], output: Path, tokens: int, window: int,
     profile_rank: int | None, layer_group: int | None, name: str | None, seed: int, compute: str, device: str,
-    force: bool, as_json: bool,
+    engine: str, address: str | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Learn what the calibrated codec needs to know of a model, once: its profile.
 
@@ -55,11 +56,12 @@ def calibrate(
     with progress_bars() as progress:
         if model is None:
             result = calibrate_from_dumps(dumps, output, tokens=tokens, profile_rank=profile_rank,
-                                          layer_group=layer_group, force=force, progress=progress)  # fmt: skip
+                                          layer_group=layer_group, force=force, engine=engine,
+                                          address=address, progress=progress)  # fmt: skip
         else:
             result = run(model, texts, output, tokens=tokens, window=window, profile_rank=profile_rank,
                          layer_group=layer_group, name=name, compute=compute, device=device, seed=seed, force=force,
-                         progress=progress)  # fmt: skip
+                         engine=engine, address=address, progress=progress)  # fmt: skip
     if as_json:
         print_json(result)
         return

@@ -26,6 +26,7 @@ from pltpack_cli.options import (
     no_dedup_option,
     quiet_option,
     target_options,
+    worker_options,
 )  # fmt: skip
 from pltpack_cli.output import print_json, print_stats
 
@@ -59,6 +60,7 @@ _admitted = budget_option("Units that may go to the library; those that share mo
 @guard_options
 @dump_options
 @device_option
+@worker_options
 @quiet_option
 @json_option
 def compress(
@@ -66,8 +68,8 @@ def compress(
     with_model: bool, predictor: str | None, target_kl: float | None, target_bits: float | None,
     target_bytes: int | None, no_dedup: bool, no_near: bool,
     window: int, tau: float, library_budget: int | None, block: int, format_: str | None, tokens: Path | None,
-    from_options: dict[str, str], model: Path | None, known: Path | None, device: str, guard: Guard | None,
-    quiet: bool, encrypt: bool, as_json: bool,
+    from_options: dict[str, str], model: Path | None, known: Path | None, device: str, engine: str, address: str | None,
+    guard: Guard | None, quiet: bool, encrypt: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compress dumps (files, or folders of files) into a new archive.
 
@@ -88,7 +90,8 @@ def compress(
 
     if _needs_model(quality, model, with_model, predictor):
         _refuse(profile=profile, external_profile=external_profile, target_kl=target_kl, target_bits=target_bits,
-                target_bytes=target_bytes, library_budget=library_budget, guard=guard)  # fmt: skip
+                target_bytes=target_bytes, library_budget=library_budget, guard=guard,
+                engine=None if engine == "local" else engine)  # fmt: skip
         from pltpack.quality import recompute
 
         assert model is not None
@@ -106,7 +109,7 @@ def compress(
             options=from_options, identity=known_identity(model, known),
             profile=profile, external_profile=external_profile, target=_target(target_kl, target_bits, target_bytes),
             near=not no_near, window=window, tau=tau, library_budget=library_budget, guard=guard, device=device,
-            encrypt=encrypt, progress=progress,
+            engine=engine, address=address, encrypt=encrypt, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, output)
 
@@ -128,6 +131,7 @@ def compress(
 @guard_options
 @dump_options
 @device_option
+@worker_options
 @quiet_option
 @json_option
 def append(
@@ -136,7 +140,7 @@ def append(
     target_bits: float | None, target_bytes: int | None, no_dedup: bool, no_near: bool, window: int,
     tau: float, library_budget: int | None, recompute_tokens: int | None, format_: str | None, tokens: Path | None,
     from_options: dict[str, str], model: Path | None, known: Path | None, guard: Guard | None, device: str,
-    quiet: bool, as_json: bool,
+    engine: str, address: str | None, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Add the sessions of dumps to an archive, as a new generation of it."""
     import pltpack
@@ -147,7 +151,8 @@ def append(
         from pltpack.quality import recompute
 
         _refuse(profile=profile, target_kl=target_kl, target_bits=target_bits, target_bytes=target_bytes,
-                library_budget=library_budget, recompute_tokens=recompute_tokens, guard=guard)  # fmt: skip
+                library_budget=library_budget, recompute_tokens=recompute_tokens, guard=guard,
+                engine=None if engine == "local" else engine)  # fmt: skip
         assert model is not None
         with live_writing(f"pltpack append → {archive}", quiet or as_json) as progress:
             stats = recompute.append(
@@ -162,7 +167,7 @@ def append(
             options=from_options, identity=known_identity(model, known), profile=profile,
             target=_target(target_kl, target_bits, target_bytes), near=not no_near,
             window=window, tau=tau, recompute_tokens=recompute_tokens, library_budget=library_budget,
-            guard=guard, device=device, progress=progress,
+            guard=guard, device=device, engine=engine, address=address, progress=progress,
         )  # fmt: skip
     print_json(stats) if as_json else print_stats(stats, archive)
 

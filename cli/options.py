@@ -105,6 +105,17 @@ device_option = click.option(
     "--device", default="cpu", show_default=True, metavar="cpu|cuda[:N]|auto",
     help="Where units are encoded and decoded; auto: on a CUDA device if there is one.",
 )  # fmt: skip
+
+
+def worker_options(command: Decorated) -> Decorated:
+    """Who does the work: ``--engine`` and ``--address``."""
+    command = click.option("--address", metavar="ADDRESS", help="With --engine ray, the running cluster. "
+                           "[default: RAY_ADDRESS, else workers on this machine]")(command)  # fmt: skip
+    return click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+                        help="Who encodes: this process, or workers of a Ray cluster that see the same files. The "
+                        "result is the same.")(command)  # fmt: skip
+
+
 quiet_option = click.option("--quiet", is_flag=True, help="Show nothing while it runs.")
 profile_option = click.option(
     "--profile", type=PATH, metavar="FILE", help="The profile of an archive that refers to one outside it."

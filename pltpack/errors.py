@@ -68,6 +68,10 @@ class PromiseError(PltpackError):
     exit_code = 3
 
 
+class EngineError(PltpackError):
+    """Workers of other processes or machines failed again and again, or cannot be reached."""
+
+
 class StoreError(PltpackError):
     """An object store refused, failed, or did not answer before the deadline."""
 

@@ -21,7 +21,7 @@ from pltpack.codec.coefficients import Tables
 from pltpack.codec.dual import dual
 from pltpack.codec.profile import NAMES, Profile
 from pltpack.errors import ConflictError, FormatError, IdentityError, NotFoundError, UnsupportedError
-from pltpack.quality import bases, calibrate, entropy_fit, importance_fit, kl_fit, sensitivity
+from pltpack.quality import bases, calibrate, entropy_fit, importance_fit, kl_fit, passes, sensitivity
 from pltpack.quality.calibration_text import cut_windows
 from pltpack.quality.model import load_model
 from pltpack.quality.probes import at_ends, read_continuations
@@ -108,7 +108,7 @@ def _spans(blocks: Blocks) -> list[tuple[int, int]]:
 def test_the_same_bytes_again_after_an_interruption(
     made: tuple[Path, dict], tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, whole, ran = tmp_path / "p.safetensors", calibrate._run, []
+    out, whole, ran = tmp_path / "p.safetensors", passes._pass, []
 
     def interrupted(*args: object) -> object:
         if len(ran) == 4:
@@ -116,13 +116,13 @@ def test_the_same_bytes_again_after_an_interruption(
         ran.append(args[1])
         return whole(*args)
 
-    monkeypatch.setattr(calibrate, "_run", interrupted)
+    monkeypatch.setattr(passes, "_pass", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calibrate.calibrate(tiny, text, out, profile_rank=12, **SIZES)
     assert not out.exists()
     assert (tmp_path / "p.safetensors.partial").is_dir()
 
-    monkeypatch.setattr(calibrate, "_run", lambda *args: (ran.append(args[1]), whole(*args))[1])
+    monkeypatch.setattr(passes, "_pass", lambda *args: (ran.append(args[1]), whole(*args))[1])
     calibrate.calibrate(tiny, text, out, profile_rank=12, **SIZES)
     assert len(ran) == 6, "two windows were left"
     assert out.read_bytes() == made[0].read_bytes()

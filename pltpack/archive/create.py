@@ -12,7 +12,9 @@ import numpy as np
 
 from pltpack.archive import profiles
 from pltpack.archive.backends import backend_of
+from pltpack.archive.distributed import scanned
 from pltpack.archive.encoding import Progress
+from pltpack.archive.engine import Engine, open_engine
 from pltpack.archive.guard import Guard
 from pltpack.archive.guarded import GuardedWriter
 from pltpack.archive.reader import Archive
@@ -66,6 +68,8 @@ def compress(
     guard: Guard | None = None,
     device: str = "cpu",
     encrypt: bool = False,
+    engine: str | Engine = "local",
+    address: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive, which appears whole or not at all.
@@ -115,6 +119,11 @@ def compress(
     encrypt : bool
         Encrypt all that is stored, with the key of the store, of `pltpack.format.sealing.using_key`, or of the
         environment (docs/encryption.md).
+    engine : str or Engine
+        Who encodes: ``local``, threads of this process, or ``ray``, workers of a cluster, which must see the dumps at
+        the same paths (docs/ray.md). The archive's bytes are the same.
+    address : str, optional
+        The cluster's; see `pltpack.archive.engine.open_engine`.
     progress : callable, optional
         ``progress(stage, done, total)`` in raw bytes; one that is a `pltpack.archive.tally.Watcher` also learns what
         was written.
@@ -141,11 +150,14 @@ def compress(
     store = open_store(out)
     store.check_new()
     integers = registry.tier(chosen).exact
-    snapshots = snapshots_of(dumps, format, tokens, options, identity, integers)
-    _check_profile(of, snapshots[0])
-    with store.creating() as writing:
-        writing.seal = _new_seal(store) if encrypt else None
-        report = _add(writing, None, settings, snapshots, guard, external_profile, progress or quiet)
+    with open_engine(engine, address) as workers:
+        settings = dataclasses.replace(settings, engine=workers)
+        settings.check()
+        snapshots = snapshots_of(dumps, format, tokens, options, identity, integers, workers)
+        _check_profile(of, snapshots[0])
+        with store.creating() as writing:
+            writing.seal = _new_seal(store) if encrypt else None
+            report = _add(writing, None, settings, snapshots, guard, external_profile, progress or quiet)
     with Archive(store, profile=external_profile) as archive:
         return {**archive.stats(), **report}
 
@@ -169,6 +181,8 @@ def append(
     library_budget: int | None = None,
     guard: Guard | None = None,
     device: str = "cpu",
+    engine: str | Engine = "local",
+    address: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Add sessions to an archive as a new generation; the old one stays readable until the new one is committed.
@@ -189,14 +203,14 @@ def append(
     store = open_store(archive)
     arrays, of = _profile(profile, None)
     named = _own(store, profile, arrays)
-    with open_for_writing(store, named, device) as (current, writing):
+    with open_engine(engine, address) as workers, open_for_writing(store, named, device) as (current, writing):
         manifest = current.manifest
         settings = Settings(quality or manifest.quality, manifest.dedup if dedup is None else dedup, manifest.block,
                             arrays, target=target or Target(), near=near, window=window, tau=tau,
                             recompute_tokens=recompute_tokens, library_budget=library_budget,
-                            backend=current.backend)  # fmt: skip
+                            backend=current.backend, engine=workers)  # fmt: skip
         integers = manifest.identity.quantized is not None and registry.tier(settings.quality).exact
-        snapshots = snapshots_of(dumps, format, tokens, options, identity, integers)
+        snapshots = snapshots_of(dumps, format, tokens, options, identity, integers, workers)
         _check_profile(of, snapshots[0])
         report = _add(writing, current, settings, snapshots, guard, named, progress or quiet)
     with Archive(store) as updated:
@@ -265,15 +279,18 @@ def _check_profile(of: Identity | None, snapshot: Snapshot) -> None:
 
 def snapshots_of(
     dumps: Sequence[PathLike | Snapshot], format: str | None, tokens: PathLike | None,
-    options: Mapping[str, str] | None, identity: Identity | None, integers: bool,
+    options: Mapping[str, str] | None, identity: Identity | None, integers: bool, engine: Engine | None = None,
 ) -> list[Snapshot]:  # fmt: skip
-    """All snapshots; quantized caches as integers if `integers`, else as values."""
+    """All snapshots, read by an engine if there is one; quantized caches as integers if `integers`, else as values."""
     paths = [dump for dump in dumps if not isinstance(dump, Snapshot)]
     found = [dump for dump in dumps if isinstance(dump, Snapshot)]
     if paths:
         preferred = {"quantized": "integers" if integers else "values"}
-        read = list(open_dumps(paths, format=format, tokens=tokens, options=options, preferred=preferred,
-                               identity=identity))  # fmt: skip
+        if engine is None:
+            read = list(open_dumps(paths, format=format, tokens=tokens, options=options, preferred=preferred,
+                                   identity=identity))  # fmt: skip
+        else:
+            read = list(scanned(engine, paths, format, tokens, options, preferred, identity))
         if identity is not None:
             for snapshot in read:
                 check_rotation(snapshot)

@@ -11,7 +11,7 @@ import numpy as np
 
 from pltpack.archive.encoding import UnitJob, split
 from pltpack.archive.library import Library
-from pltpack.archive.mapped import mapped_units, reference_values
+from pltpack.archive.mapped import References, mapped_units
 from pltpack.archive.sampling import TokenRange
 from pltpack.archive.segments import Segment
 from pltpack.archive.sharing import Role, Run, run_records
@@ -33,6 +33,8 @@ class Draft:
     ----------
     runs : list of Run
         Mapping rows, in the order of the session's tokens.
+    opened, owners
+        As given.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ class Draft:
         owners: Sequence[Snapshot],
     ) -> None:
         self.snapshot, self.runs = snapshot, runs
-        self._libraries, self._opened, self._owners = libraries, opened, owners
+        self._libraries, self.opened, self.owners = libraries, opened, owners
 
     @property
     def mapped(self) -> int:
@@ -71,6 +73,7 @@ class Draft:
     def jobs(self, block: int, corrections: bool, groups: Sequence[range]) -> Iterator[UnitJob]:
         """Unit jobs in index order: per layer group, what is not mapped or predicted, and corrections if asked for."""
         pieces = self._pieces()
+        values = References(run_records(self.runs, self._libraries), self._libraries, self._owner)
         for layers in groups:
             for tokens, run in pieces:
                 if run is not None and run.role is not Role.NEAR and not (corrections and run.role is Role.PREFIX):
@@ -79,7 +82,7 @@ class Draft:
                     tokens = dataclasses.replace(tokens, boundary=0)
                 jobs = split(tokens, layers, block)
                 if run is not None:
-                    jobs = (dataclasses.replace(job, reference=self._values, promise=run.promise) for job in jobs)
+                    jobs = (dataclasses.replace(job, reference=values, promise=run.promise) for job in jobs)
                 yield from jobs
 
     def _pieces(self) -> list[tuple[TokenRange, Run | None]]:
@@ -95,26 +98,29 @@ class Draft:
             out.append((TokenRange(self.snapshot, at, end), None))
         return out
 
-    def keep_near(self, pool: ThreadPoolExecutor, progress: Callable[[int], None]) -> None:
-        """Drop exact prefixes from the first row on whose values are not this session's own but for kernel noise."""
-        per_token = sum(layer.bytes_per_token for layer in self.snapshot.identity.layers)
-        kept, near = [], True
+    def near(self, pool: ThreadPoolExecutor) -> list[bool]:
+        """Which rows stay: all but exact prefixes from the first on whose values are not the session's own."""
+        out, near = [], True
         for run in self.runs:
             if run.role is Role.PREFIX:
                 near = near and all(pool.map(lambda near: near(), self._comparisons(run)))
-                if not near:
-                    continue
+            out.append(near or run.role is not Role.PREFIX)
+        return out
+
+    def keep(self, stays: Sequence[bool], progress: Callable[[int], None]) -> None:
+        """Drop the other rows; `progress` is told the raw bytes that need no units then."""
+        per_token = sum(layer.bytes_per_token for layer in self.snapshot.identity.layers)
+        self.runs = [run for run, stay in zip(self.runs, stays, strict=True) if stay]
+        for run in self.runs:
             if run.role is not Role.NEAR:
                 progress(run.length * per_token)
-            kept.append(run)
-        self.runs = kept
 
     def _comparisons(self, run: Run) -> list[Callable[[], bool]]:
         """What a row's values must pass: one comparison a layer, or one a unit, which is decoded once."""
         start, stop = run.session_start, run.session_start + run.length
         layers = range(len(self.snapshot.identity.layers))
-        if run.library is self._opened:
-            owner = self._owners[run.node]
+        if run.library is self.opened:
+            owner = self.owners[run.node]
             return [functools.partial(self._near_owner, owner, layer, start, stop) for layer in layers]
         records = run_records(self.runs, self._libraries)
         units = {
@@ -139,13 +145,9 @@ class Draft:
                 return False
         return True
 
-    def _values(self, layers: range, start: int, stop: int) -> list[KeyValue]:
-        records = run_records(self.runs, self._libraries)
-        return reference_values(records, self._libraries, layers, start, stop, self._owner)
-
     def _owner(self, library: Library, node: int) -> Snapshot | None:
         """The session that an exact codec's node has just been written from: its values need no decoding."""
-        return self._owners[node] if library is self._opened and library.codec(0).exact else None
+        return self.owners[node] if library is self.opened and library.codec(0).exact else None
 
 
 @np.errstate(invalid="ignore", over="ignore")  # NaN and infinities are told apart below, without a warning.

@@ -160,65 +160,25 @@ class Encoded:
     raw_bytes: int
 
 
-class UnitWriter:
-    """Encode jobs with one codec and append them to a container.
+class UnitEncoder:
+    """Encodes jobs with one codec, in any thread.
 
     Parameters
     ----------
-    container : ContainerWriter
-        Opened by `sink`.
-    sink : Sink
     prepared : Prepared
         Of the codec.
     state : int
         Index of the codec's state in the container's list.
-    pool : ThreadPoolExecutor
     measure : bool
         Record each unit's relative RMS error (library units of lossy codecs).
-
-    Attributes
-    ----------
-    minor : int
-        The least minor version that knows what is in the payloads appended so far.
     """
 
-    def __init__(
-        self,
-        container: ContainerWriter,
-        sink: Sink,
-        prepared: Prepared,
-        state: int,
-        pool: ThreadPoolExecutor,
-        measure: bool = False,
-    ) -> None:
-        self._container, self._sink, self._state, self._pool = container, sink, state, pool
-        self._prepared, self._codec = prepared, prepared.codec
-        self._measure = measure and not self._codec.exact
-        self._records: list[tuple[int | float, ...]] = []
-        self._offset = self.minor = 0
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def write(self, jobs: Iterable[UnitJob], progress: Callable[[int], None]) -> None:
-        """Encode and append all jobs; `progress` is told the raw bytes done."""
-        write_all([(self, jobs)], self._pool, progress)
-
-    def append(self, group: Sequence[Encoded]) -> None:
-        """Append what `encode` gave."""
-        kept = [encoded for encoded in group if encoded.payload or encoded.record]
-        self._sink.append(self._container, [encoded.payload for encoded in kept])
-        for encoded in kept:
-            self.minor = max(self.minor, self._codec.minor_of(encoded.payload))
-            self._records.append((self._offset, len(encoded.payload), *encoded.record, encoded.error))
-            self._offset += len(encoded.payload)
-
-    def table(self) -> np.ndarray:
-        """The unit index so far."""
-        return tables.as_bytes(np.array(self._records, tables.UNIT))
+    def __init__(self, prepared: Prepared, state: int, measure: bool = False) -> None:
+        self.prepared, self.state, self.measure = prepared, state, measure and not prepared.codec.exact
+        self._codec = prepared.codec
 
     def encode(self, group: Sequence[UnitJob]) -> list[Encoded]:
-        """Encode jobs, in any thread."""
+        """Encode jobs that a thread does at once."""
         if self._codec.spans:
             return [self._encode_span(job) for job in group]
         work = [_load(job) for job in group]
@@ -238,7 +198,7 @@ class UnitWriter:
         arrays = [job.snapshot.layer(layer, job.start, job.stop) for layer in layers]
         unit = Unit(job.layer, job.geometries[0], job.start, job.stop - job.start, job.boundary, job.geometries,
                     job.promise is not None)  # fmt: skip
-        codec = self._prepared.of(job.snapshot, job.stop + job.boundary)
+        codec = self.prepared.of(job.snapshot, job.stop + job.boundary)
         reference = job.mapped()
         payload = codec.encode_span(unit, arrays, reference)
         if reference is not None and job.doubtful(payload):
@@ -246,30 +206,75 @@ class UnitWriter:
             if len(plain) <= len(payload):
                 payload, reference = plain, None
         error = 0.0
-        if self._measure:
+        if self.measure:
             decoded = [(np.empty_like(keys, order="C"), np.empty_like(values, order="C")) for keys, values in arrays]
             self._codec.decode_span(memoryview(payload), unit, decoded)
             error = max(relative_error(mine, again) for mine, again in zip(arrays, decoded, strict=True))
         record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, unit.tokens,
-                  job.layer, job.layers, self._state, _flags(reference), job.node)  # fmt: skip
+                  job.layer, job.layers, self.state, _flags(reference), job.node)  # fmt: skip
         return Encoded(payload, record, min(error, 3e38), job.raw_bytes)
 
     def _encoded(self, job: UnitJob, given: EncodeJob | None, payload: bytes | None) -> Encoded:
         if given is None or payload is None:
             return Encoded(b"", (), 0.0, job.raw_bytes)
         error = 0.0
-        if self._measure:
+        if self.measure:
             decoded = np.empty_like(given.keys, order="C"), np.empty_like(given.values, order="C")
             self._codec.decode(memoryview(payload), given.unit, *decoded, given.reference)
             error = relative_error((given.keys, given.values), decoded)
         record = (xxhash.xxh3_64_intdigest(payload), job.start - job.base, given.unit.tokens,
-                  job.layer, 1, self._state, _flags(given.reference), job.node)  # fmt: skip
+                  job.layer, 1, self.state, _flags(given.reference), job.node)  # fmt: skip
         return Encoded(payload, record, min(error, 3e38), job.raw_bytes)
+
+
+class UnitWriter:
+    """Encode jobs with one codec and append them to a container.
+
+    Parameters
+    ----------
+    container : ContainerWriter
+        Opened by `sink`.
+    sink : Sink
+    encoder : UnitEncoder
+
+    Attributes
+    ----------
+    minor : int
+        The least minor version that knows what is in the payloads appended so far.
+    """
+
+    def __init__(self, container: ContainerWriter, sink: Sink, encoder: UnitEncoder) -> None:
+        self._container, self._sink, self.encoder = container, sink, encoder
+        self._records: list[tuple[int | float, ...]] = []
+        self._offset = self.minor = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def append(self, group: Sequence[Encoded]) -> None:
+        """Append what `encode` gave."""
+        kept = [encoded for encoded in group if encoded.payload or encoded.record]
+        self._sink.append(self._container, [encoded.payload for encoded in kept])
+        for encoded in kept:
+            self.minor = max(self.minor, self.encoder.prepared.codec.minor_of(encoded.payload))
+            self._records.append((self._offset, len(encoded.payload), *encoded.record, encoded.error))
+            self._offset += len(encoded.payload)
+
+    def table(self) -> np.ndarray:
+        """The unit index so far."""
+        return tables.as_bytes(np.array(self._records, tables.UNIT))
+
+
+#: A writer with jobs for it, or None after its last ones; and the same with what became of the jobs.
+Task = tuple[UnitWriter, list[UnitJob] | None]
+Done = tuple[UnitWriter, list[Encoded] | None]
+#: Does tasks, which it takes a little ahead, in their order.
+Encode = Callable[[Iterator[Task]], Iterator[Done]]
 
 
 def write_all(
     streams: Iterable[tuple[UnitWriter, Iterable[UnitJob]]],
-    pool: ThreadPoolExecutor,
+    encode: Encode,
     progress: Callable[[int], None],
     done: Callable[[UnitWriter], None] | None = None,
 ) -> None:
@@ -279,24 +284,20 @@ def write_all(
     ----------
     streams : iterable of (UnitWriter, iterable of UnitJob)
         Taken a little ahead of the encoding.
-    pool : ThreadPoolExecutor
+    encode : callable
     progress : callable
         Told the raw bytes done.
     done : callable, optional
         Told of each writer whose jobs are all appended.
     """
 
-    def tasks() -> Iterator[tuple[UnitWriter, list[UnitJob] | None]]:
+    def tasks() -> Iterator[Task]:
         for writer, jobs in streams:
             for group in _groups(jobs):
                 yield writer, group
             yield writer, None
 
-    def work(task: tuple[UnitWriter, list[UnitJob] | None]) -> tuple[UnitWriter, list[Encoded] | None]:
-        writer, group = task
-        return writer, None if group is None else writer.encode(group)
-
-    for writer, group in in_order(work, tasks(), pool):
+    for writer, group in encode(tasks()):
         if group is not None:
             writer.append(group)
             progress(sum(encoded.raw_bytes for encoded in group))

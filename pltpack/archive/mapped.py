@@ -5,6 +5,7 @@ Encoder and decoder take references from here, so that both see the same bits (s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -129,6 +130,19 @@ def _copy(source: Snapshot, row: np.void, layers: range, start: int, stop: int, 
     for layer, pair in zip(layers, out, strict=True):
         for room, array in zip(pair, source.layer(layer, first - shift, last - shift), strict=True):
             room[:, first - start : last - start] = array
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class References:
+    """Gives what a session's mapping says of layers' tokens; the arguments are those of `reference_values`."""
+
+    runs: np.ndarray
+    libraries: Sequence[Library]
+    owner: Callable[[Library, int], Snapshot | None] | None = None
+
+    def __call__(self, layers: range, start: int, stop: int) -> list[KeyValue]:
+        """See `reference_values`."""
+        return reference_values(self.runs, self.libraries, layers, start, stop, self.owner)
 
 
 def _fill(

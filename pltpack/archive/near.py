@@ -7,13 +7,14 @@ is written. Those that pay for their rows, and for the nodes that must be made f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 
 from pltpack.archive.draft import KERNEL_NOISE, token_error
-from pltpack.archive.encoding import in_order
+from pltpack.archive.encoding import Promise, in_order
 from pltpack.archive.files import container_metadata, header_reserve
 from pltpack.archive.library import Library
 from pltpack.archive.mapped import movable
@@ -51,6 +52,8 @@ class Attempt:
 
     Attributes
     ----------
+    texts : sequence of Text
+        As given.
     node_bytes : int
         What a node takes besides its units and tokens, and the row and the cuts of the session it comes from.
     """
@@ -62,20 +65,31 @@ class Attempt:
         cuts = 2 * len(place.codec.layer_groups(layers)) * (tables.UNIT.itemsize + CUT_BYTES)
         self._row_bytes = cuts + tables.RUN.itemsize
         self.node_bytes = self._row_bytes + tables.NODE.itemsize
-        self._trial, self._texts, self._snapshots = Trial(prepared, layers), texts, snapshots
+        self._trial, self.texts, self._snapshots = Trial(prepared, layers), texts, snapshots
 
-    def _session(self, match: Match) -> Snapshot:
-        return self._snapshots[match.session - len(self._texts) + len(self._snapshots)]
+    def session(self, match: Match) -> Snapshot:
+        """The new session of a match."""
+        return self._snapshots[match.session - len(self.texts) + len(self._snapshots)]
 
     def __call__(self, match: Match) -> Candidate:
         """What a match would save as a prediction."""
-        promise, saved = self._trial(self._session(match), match, self._texts[match.source])
-        return Candidate(match, promise, saved - self._row_bytes)
+        return self.candidate(match, *self._trial(self.session(match), match, self.texts[match.source]))
 
     def weigh(self, match: Match) -> Candidate:
         """What a match would save if its values are the source's."""
-        saved = self._trial.plain(self._session(match), match.start, match.length)
-        return Candidate(match, None, saved - self._row_bytes)
+        return self.candidate(match, None, self._trial.plain(self.session(match), match.start, match.length))
+
+    def candidate(self, match: Match, promise: Promise | None, saved: float) -> Candidate:
+        """A match with what a trial of it said."""
+        return Candidate(match, promise, saved - self._row_bytes)
+
+
+class Tries(Protocol):
+    """Makes attempts, several at once; candidates come in the order of the matches."""
+
+    def attempts(self, attempt: Attempt, matches: Sequence[Match], weigh: bool = False) -> Iterator[Candidate]:
+        """What `attempt`, or its method `weigh`, says of each match."""
+        ...
 
 
 def add_near(
@@ -86,6 +100,7 @@ def add_near(
     place: CodecPlace,
     prepared: Prepared,
     pool: ThreadPoolExecutor,
+    crew: Tries,
 ) -> Sharing:
     """Add to what new sessions share what they can be predicted from.
 
@@ -101,6 +116,7 @@ def add_near(
     place : CodecPlace
     prepared : Prepared
     pool : ThreadPoolExecutor
+    crew : Tries
 
     Returns
     -------
@@ -113,22 +129,21 @@ def add_near(
     # Matches of one source follow each other, so that it is decoded once.
     found = _matches(texts, snapshots, settings, place.codec) if place.codec.predicts else []
     matches = sorted(found, key=lambda match: (match.source, match.source_start))
-    tried = [candidate for candidate in in_order(attempt, matches, pool) if candidate.gain > 0]
+    tried = [candidate for candidate in crew.attempts(attempt, matches) if candidate.gain > 0]
     if isinstance(place.codec.on_host, TransformCodec):
         roots = Roots(range(first, len(texts)), lambda text: _steps(prepared, snapshots[text - first]),
-                      lambda turned: in_order(attempt, turned, pool))  # fmt: skip
+                      lambda turned: crew.attempts(attempt, turned))  # fmt: skip
         tried = roots.choose(tried)
 
-    def weigh(match: Match) -> Candidate:
+    def usable(match: Match) -> bool:
         snapshot, source = snapshots[match.session - first], texts[match.source]
         if source.library is not None and not keeps(source.library, source.node or 0, place.codec):
-            return Candidate(match, None, 0.0)
-        if source.snapshot is not None and not _same_values(snapshot, source.snapshot, match.start, match.length):
-            return Candidate(match, None, 0.0)
-        return attempt.weigh(match)
+            return False
+        return source.snapshot is None or _same_values(snapshot, source.snapshot, match.start, match.length)
 
     tails = fitting(find_tails(archive, sharing, snapshots, texts), [candidate.match for candidate in tried])
-    tried += [candidate for candidate in in_order(weigh, tails, pool) if candidate.gain > 0]
+    tails = [match for match, good in zip(tails, in_order(usable, tails, pool), strict=True) if good]
+    tried += [candidate for candidate in crew.attempts(attempt, tails, weigh=True) if candidate.gain > 0]
     fixed = 0 if place.library is None or sharing.nodes else segment_bytes(place)
     kept = worth(tried, range(first, len(texts)), attempt.node_bytes, fixed)
     if not kept:

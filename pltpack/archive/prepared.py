@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +73,27 @@ class Prepared:
             part = self._steps[key][1][:, start : start + len(steps)]
             part[:] = np.sort(np.concatenate([part, np.asarray(steps, np.int32)[None]]), axis=0)[:WANTED_BY]
             self._fine.pop(key, None)
+
+    def wanted(self, snapshot: Snapshot) -> dict[int, np.ndarray]:
+        """What `refine` asked for, by cut: smallest steps of a session's tokens, int32 ``[WANTED_BY, T]``."""
+        with self._lock:
+            return {key[1]: steps for key, (of, steps) in self._steps.items() if of is snapshot}
+
+    def found(self, snapshot: Snapshot) -> dict[int, dict[str, Any]]:
+        """What codecs found that are prepared for a session (`pltpack.codec.base.Codec.found`), by cut."""
+        with self._lock:
+            return {key[1]: codec.found for key, (of, codec) in self._held.items() if of is snapshot}
+
+    def adopt(
+        self, snapshot: Snapshot, found: Mapping[int, dict[str, Any]], wanted: Mapping[int, np.ndarray] | None = None
+    ) -> None:
+        """Take over what another one found and was asked for of the same session."""
+        with self._lock:
+            for cut, each in found.items():
+                if (id(snapshot), cut) not in self._held:
+                    self._held[id(snapshot), cut] = (snapshot, self.codec.resumed(each))
+            for cut, steps in (wanted or {}).items():
+                self._steps.setdefault((id(snapshot), cut), (snapshot, steps))
 
     def _prepare(self, snapshot: Snapshot, cut: int) -> Codec:
         try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pltpack.archive.crew import Crew
 from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.embeddings import least_minor
-from pltpack.archive.encoding import UnitJob, UnitWriter, split
+from pltpack.archive.encoding import UnitEncoder, UnitJob, UnitWriter, split, write_all
 from pltpack.archive.files import container_metadata, header_reserve, next_library, raised
 from pltpack.archive.library import Library
 from pltpack.archive.places import CodecPlace, codec_state
@@ -47,7 +47,7 @@ class Output:
     place : CodecPlace
     prepared : Prepared
     sink : Sink
-    pool : ThreadPoolExecutor
+    crew : Crew
     advance : callable
         Told the raw bytes done.
     backend : Backend or None
@@ -61,7 +61,7 @@ class Output:
     place: CodecPlace
     prepared: Prepared
     sink: Sink
-    pool: ThreadPoolExecutor
+    crew: Crew
     advance: Callable[[int], None]
     backend: Backend | None = None
 
@@ -95,7 +95,7 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
         "salts": dumps_json(salts),
     }
     container = output.sink.open(path, header_reserve(metadata))
-    writer = UnitWriter(container, output.sink, output.prepared, 0, output.pool, measure=True)
+    writer = UnitWriter(container, output.sink, UnitEncoder(output.prepared, 0, measure=True))
     counts: list[int] = []
 
     def jobs() -> Iterator[UnitJob]:
@@ -107,7 +107,7 @@ def write_library(output: Output, nodes: Sequence[NewNode]) -> tuple[Library, Co
                     counts[index] += 1
                     yield job
 
-    writer.write(jobs(), output.advance)
+    write_all([(writer, jobs())], output.crew.encode, output.advance)
     records = []
     offset = first = 0
     for node, count in zip(nodes, counts, strict=True):

@@ -11,6 +11,7 @@ from pltpack.codec.base import Codec, State
 from pltpack.errors import PromiseError, UnsupportedError
 
 if TYPE_CHECKING:
+    from pltpack.archive.engine import Engine
     from pltpack.gpu.backend import Backend
 
 #: What was written may be larger than its target by this share.
@@ -160,6 +161,8 @@ class Settings:
         Bytes up to which units go to the library; None for any number.
     backend : Backend or None
         Where units are encoded, and decoded meanwhile; None for the CPU.
+    engine : Engine or None
+        Whose workers encode; None for threads of this process.
     """
 
     quality: str
@@ -174,6 +177,7 @@ class Settings:
     recompute_tokens: int | None = None
     library_budget: int | None = None
     backend: Backend | None = None
+    engine: Engine | None = None
 
     def check(self) -> None:
         """Refuse settings out of range."""
@@ -188,6 +192,8 @@ class Settings:
             raise UnsupportedError(f"recompute after {self.recompute_tokens} tokens (allowed: {low} to {high})")
         if self.library_budget is not None and self.library_budget < 0:
             raise UnsupportedError(f"a library of {self.library_budget} bytes")
+        if self.engine is not None and self.backend is not None:
+            raise UnsupportedError("workers of an engine encode on the CPU: leave the device out")
         self.codec()
 
     @property

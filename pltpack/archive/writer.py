@@ -16,8 +16,10 @@ import numpy as np
 
 from pltpack.archive.budget import admit
 from pltpack.archive.captured import shard_tensors
+from pltpack.archive.crew import Crew, Threads
+from pltpack.archive.distributed import Distributed
 from pltpack.archive.draft import Draft
-from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitJob, UnitWriter, write_all
+from pltpack.archive.encoding import UNIT_TOKENS, Progress, UnitEncoder, UnitJob, UnitWriter, write_all
 from pltpack.archive.files import HIDDEN, container_metadata, header_reserve, raised, session_entry, shard_path
 from pltpack.archive.library import Library
 from pltpack.archive.near import add_near
@@ -103,6 +105,8 @@ class GenerationWriter:
             If a session of that name is in the archive.
         """
         identity = self.check(snapshots)
+        if self._seal and self._settings.engine is not None:
+            raise UnsupportedError("the key of an encrypted archive stays in this process: leave the engine out")
         if self._archive is None:
             return self._attempts(snapshots, identity)
         if of_archive([self._archive.shard(name) for name in self._archive.sessions]):
@@ -175,15 +179,19 @@ class GenerationWriter:
             tier, _ranges(snapshots, sharing), identity, lambda: self._progress("learn", 0, self._total)
         )
         prepared = Prepared(place.codec)
+        crew: Crew = Threads(pool)
+        if settings.engine is not None:
+            crew = Distributed(settings.engine, place, prepared, identity)
+        crew.prepare(snapshots)
         if settings.dedup and settings.near:
             self._progress("match", 0, self._total)
-            sharing = add_near(sharing, self._archive, snapshots, settings, place, prepared, pool)
+            sharing = add_near(sharing, self._archive, snapshots, settings, place, prepared, pool, crew)
         sharing = self._upkeep(sharing, snapshots, prepared, pool)
         self._expect(snapshots, sharing)
         if not any(run.role is Role.NEAR for runs in sharing.runs for run in runs):
             self._unused = 1.0
         output = Output(self._writing.folder, identity, settings.block, self._libraries, place, prepared, self._sink,
-                        pool, self._advance, settings.backend)  # fmt: skip
+                        crew, self._advance, settings.backend)  # fmt: skip
         new_entry = None
         if place.library is None or sharing.nodes:
             self._opened, info = write_library(output, sharing.nodes)
@@ -228,11 +236,16 @@ class GenerationWriter:
         tally = Tally(self._progress, snapshots, sharing, library_bytes)
         tally.tell(infos)
 
+        drafts = []
+        for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
+            mine = [dataclasses.replace(r, library=r.library or self._opened) for r in runs]
+            drafts.append(Draft(snapshot, mine, self._libraries, self._opened, owners))
+        # Exact codecs correct what is not equal; the rows of others must be near.
+        stays = iter([]) if output.place.codec.exact else output.crew.near(drafts)
+
         def shards() -> Iterator[tuple[UnitWriter, Iterable[UnitJob]]]:
-            for snapshot, runs in zip(snapshots, sharing.runs, strict=True):
-                mine = [dataclasses.replace(r, library=r.library or self._opened) for r in runs]
-                draft = Draft(snapshot, mine, self._libraries, self._opened, owners)
-                path, writer, jobs, commit = self._shard(draft, output)
+            for draft in drafts:
+                path, writer, jobs, commit = self._shard(draft, next(stays, None), output)
                 places.append(path)
                 written[writer] = commit
                 yield writer, jobs
@@ -241,7 +254,7 @@ class GenerationWriter:
             infos.append(written.pop(writer)())
             tally.tell(infos)
 
-        write_all(shards(), output.pool, self._advance, finished)
+        write_all(shards(), output.crew.encode, self._advance, finished)
         # In the order of writing, so that the first error is the one that is told.
         self._sink.finish()
         self._payload += sum(info.result().payload_bytes for info in infos)
@@ -312,7 +325,7 @@ class GenerationWriter:
         self._progress("encode", self._done, self._total)
 
     def _shard(
-        self, draft: Draft, output: Output
+        self, draft: Draft, stays: Sequence[bool] | None, output: Output
     ) -> tuple[Path, UnitWriter, Iterable[UnitJob], Callable[[], Future[ContainerInfo]]]:
         """A new session's shard: its path, its open writer, the jobs for it, and what commits it after them."""
         place, snapshot, identity = output.place, draft.snapshot, output.identity
@@ -320,10 +333,10 @@ class GenerationWriter:
         assert library is not None
         path = shard_path(self._writing.folder, HIDDEN if self._seal else snapshot.session, self._paths)
         self._paths.add(path)
-        if place.codec.exact:
+        if stays is None:
             self._advance(sum(_raw(snapshot, r.session_start, r.stop) for r in draft.runs if r.role is Role.SOURCE))
         else:
-            draft.keep_near(output.pool, self._advance)
+            draft.keep(stays, self._advance)
         self._encoded += len(snapshot) - draft.mapped
         used = [lib for lib in self._libraries if lib is library or any(r.library is lib for r in draft.runs)]
         metadata = {
@@ -335,7 +348,7 @@ class GenerationWriter:
         if snapshot.identity.salt is not None:
             metadata["salt"] = snapshot.identity.salt
         container = self._sink.open(path, header_reserve(metadata))
-        writer = UnitWriter(container, self._sink, output.prepared, 0, output.pool)
+        writer = UnitWriter(container, self._sink, UnitEncoder(output.prepared, 0))
         groups = place.codec.layer_groups(len(identity.layers))
         jobs = draft.jobs(self._settings.block, corrections=place.codec.exact, groups=groups)
 

@@ -242,6 +242,15 @@ class Codec(abc.ABC):
         """
         return self
 
+    @property
+    def found(self) -> dict[str, Any]:
+        """What `prepare` found of a session, small; nothing of a codec that needs no look at it."""
+        return {}
+
+    def resumed(self, found: Mapping[str, Any]) -> Codec:
+        """The codec as `prepare` gave it, by what it `found` in another process."""
+        return self
+
     def encode_span(self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None) -> bytes:
         """Encode one unit of a layer group; `arrays` and `reference` as of `encode`, one pair a layer."""
         raise NotImplementedError

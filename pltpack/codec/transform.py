@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -130,6 +130,17 @@ class TransformCodec(Codec):
             probe.adapt(out._log_step)
         # Former versions' archives may hold keys of embeddings that they did not know: they know no shifts either.
         out._shifts = probe.shifts if self._identity.rope == snapshot.identity.rope else {}
+        return out
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """See `Codec.found`."""
+        return {"log_step": self._log_step, "classes": self._classes, "shifts": self._shifts}
+
+    def resumed(self, found: Mapping[str, Any]) -> TransformCodec:
+        """See `Codec.resumed`."""
+        out = copy.copy(self)
+        out._log_step, out._classes, out._shifts = found["log_step"], found["classes"], found["shifts"]
         return out
 
     @property

@@ -199,9 +199,10 @@ def open_dumps(
     UnsupportedError
         If no format has one of the options.
     """
-    formats = Formats(format, options, preferred, identity)
+    formats, lookup = Formats(format, options, preferred, identity), TokenLookup(tokens)
     chosen = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    return _snapshots([Path(path) for path in chosen], formats, TokenLookup(tokens), identity)
+    found = ((file, read_dump(file, reader, lookup, identity)) for file, reader in dump_files(chosen, formats))
+    return distinct(found)
 
 
 def write_dump(
@@ -241,31 +242,38 @@ def write_dump(
     return writer.write((writer.prepare(snapshot) for snapshot in several), Path(path))
 
 
-def _snapshots(
-    paths: list[Path], formats: Formats, tokens: TokenLookup, identity: Identity | None
-) -> Iterator[Snapshot]:
-    seen: dict[str, Path] = {}
-    for path in paths:
+def dump_files(paths: Iterable[PathLike], formats: Formats) -> Iterator[tuple[Path, DumpFormat]]:
+    """The dumps that paths stand for, and what reads each; raises as `open_dumps`."""
+    for path in map(Path, paths):
         if os.path.isdir(path):
-            dumps = _in_folder(path, formats)
+            yield from _in_folder(path, formats)
         elif os.path.exists(path):
-            dumps = iter([(path, formats.of(path))])
+            yield path, formats.of(path)
         else:
             raise NotFoundError("no such file or folder", path)
-        for file, reader in dumps:
-            for snapshot in _read(file, reader, tokens):
-                if identity is not None:
-                    known = completed(snapshot.identity, identity, os.fspath(file))
-                    snapshot = dataclasses.replace(snapshot, identity=known)
-                if snapshot.session in seen:
-                    raise DumpError(f"session {snapshot.session!r} is in {seen[snapshot.session]} already", file)
-                seen[snapshot.session] = file
-                yield snapshot
 
 
-def _read(file: Path, reader: DumpFormat, tokens: TokenLookup) -> Iterator[Snapshot]:
+def distinct(dumps: Iterable[tuple[Path, Iterable[Snapshot]]]) -> Iterator[Snapshot]:
+    """The snapshots of dumps; `DumpError` if two have one session name."""
+    seen: dict[str, Path] = {}
+    for file, snapshots in dumps:
+        for snapshot in snapshots:
+            if snapshot.session in seen:
+                raise DumpError(f"session {snapshot.session!r} is in {seen[snapshot.session]} already", file)
+            seen[snapshot.session] = file
+            yield snapshot
+
+
+def read_dump(
+    file: Path, reader: DumpFormat, tokens: TokenLookup, identity: Identity | None = None
+) -> Iterator[Snapshot]:
+    """The snapshots of one dump; arguments and errors as of `open_dumps`."""
     try:
-        yield from reader.read(file, tokens)
+        for snapshot in reader.read(file, tokens):
+            if identity is not None:
+                known = completed(snapshot.identity, identity, os.fspath(file))
+                snapshot = dataclasses.replace(snapshot, identity=known)
+            yield snapshot
     except PltpackError as error:
         raise error.at(file) from None
     except OSError as error:

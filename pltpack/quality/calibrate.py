@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 
 from pltpack.archive import profiles
+from pltpack.archive.distributed import scanned
+from pltpack.archive.engine import Engine, open_engine
 from pltpack.codec.base import SINK_TOKENS
 from pltpack.codec.profile import VERSION, pack_about
 from pltpack.codec.rate import NOT_MEASURED
-from pltpack.codec.rows import from_rows, to_rows
+from pltpack.codec.rows import from_rows
 from pltpack.dumps import open_dumps
 from pltpack.errors import ConflictError, NotFoundError, UnsupportedError
 from pltpack.format import state
 from pltpack.quality.kl_fit import UNKNOWN
+from pltpack.quality.passes import dump_rows, model_cache, model_passes
 from pltpack.quality.profile_fit import Fitted, Fitter, group_size
 from pltpack.quality.rows import Blocks, joined, to_bits
 from pltpack.quality.windows import Windows
@@ -61,6 +64,8 @@ def calibrate(
     device: str = "cpu",
     seed: int = 0,
     force: bool = False,
+    engine: str | Engine = "local",
+    address: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Learn a profile from a model and text, and write it.
@@ -85,6 +90,10 @@ def calibrate(
         Of the labels that are sampled.
     force : bool
         Replace a profile that exists.
+    engine, address
+        As in `pltpack.archive.create.compress`: workers of a cluster run the model over the windows, each call with as
+        many threads as this process would take, so that the profile is the same. They must see the model's folder, or
+        the dumps, at the same path.
     progress : callable, optional
         ``progress(stage, done, total)``, in bytes of cache while the model runs, else in parts of the stage.
 
@@ -129,12 +138,15 @@ def calibrate(
     stage = progress or _silent
     per_window = window * sum(layer.bytes_per_token for layer in identity.layers)
     passes = 0.0
-    for index in windows.missing():
-        stage("model", index * per_window, len(ids) * per_window)
-        before = time.perf_counter()
-        found = _run(loaded, ids[index], cut, identity, seed + index)
-        passes += time.perf_counter() - before
-        windows.put(index, *found)
+    missing = windows.missing()
+    with open_engine(engine, address) as workers:
+        found = model_passes(workers, loaded, Path(model), (name, compute, device), ids, missing, cut, identity, seed)
+        for index in missing:
+            stage("model", index * per_window, len(ids) * per_window)
+            before = time.perf_counter()
+            window_found = next(found)
+            passes += time.perf_counter() - before
+            windows.put(index, *window_found)
     weights = 2 * int(loaded.network.num_parameters())
     rank = profile_rank or default_rank(blocks, size, PROFILE_SHARE * weights)
     fitted = Fitter(windows, size, rank, cut, stage).fit()
@@ -164,6 +176,8 @@ def calibrate_from_dumps(
     profile_rank: int | None = None,
     layer_group: int | None = None,
     force: bool = False,
+    engine: str | Engine = "local",
+    address: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Learn a profile from dumps alone: errors are weighed by variance, and all tokens alike.
@@ -182,7 +196,19 @@ def calibrate_from_dumps(
     started, output = time.perf_counter(), Path(output)
     _check_new(output, force)
     _check_sizes(tokens, WINDOW, profile_rank, layer_group)
-    snapshots = [s for path in ([dumps] if isinstance(dumps, str | os.PathLike) else dumps) for s in open_dumps(path)]
+    with open_engine(engine, address) as workers:
+        return _from_dumps(dumps, output, tokens, profile_rank, layer_group, workers, progress or _silent, started)
+
+
+def _from_dumps(
+    dumps: PathLike | Sequence[PathLike], output: Path, tokens: int, profile_rank: int | None, layer_group: int | None,
+    engine: Engine | None, stage: Progress, started: float,
+) -> dict[str, Any]:  # fmt: skip
+    paths = [dumps] if isinstance(dumps, str | os.PathLike) else dumps
+    if engine is None:
+        snapshots = [snapshot for path in paths for snapshot in open_dumps(path)]
+    else:
+        snapshots = [snapshot for path in paths for snapshot in scanned(engine, [path])]
     if not snapshots:
         raise NotFoundError("there are no dumps to calibrate on")
     for snapshot in snapshots[1:]:
@@ -195,10 +221,10 @@ def calibrate_from_dumps(
     size = group_size(blocks, layer_group)
     settings = {"version": VERSION, "identity": identity.digest(), "started": time.time_ns()}
     windows = Windows(output.with_name(output.name + ".partial"), settings, len(parts), blocks)
-    stage = progress or _silent
-    for index, (snapshot, start, stop) in enumerate(parts):
+    found = dump_rows(engine, parts)
+    for index in range(len(parts)):
         stage("dumps", index, len(parts))
-        windows.put(index, *_dump_rows(snapshot, start, stop))
+        windows.put(index, *next(found))
     rank = profile_rank or default_rank(blocks, size, None)
     fitted = Fitter(windows, size, rank, None, stage).fit()
     count = sum(stop - start for _, start, stop in parts)
@@ -220,45 +246,12 @@ def default_rank(blocks: Blocks, layer_group: int, budget: float | None) -> int:
     return int(np.clip((budget - fixed) / (_ENTRY_BYTES * sum(rows)), 1, most))
 
 
-def _run(
-    model: Any, tokens: np.ndarray, cut: int, identity: Identity, seed: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, first rows as stored, and gradients of one window."""
-    import torch
-
-    from pltpack.quality.gradients import cache_gradients
-
-    keys, values = _cache(model, tokens)
-    generator = torch.Generator().manual_seed(seed)
-    cached = [[array[:, :cut] for array in side] for side in (keys, values)]
-    gradients = cache_gradients(model, cached[0], cached[1], tokens[cut:], generator, identity.rope)
-    first = joined([k[:, :SINK_TOKENS] for k in keys], [v[:, :SINK_TOKENS] for v in values])
-    return _unrotated(list(zip(keys, values, strict=True)), identity, 0), first, joined(*gradients)
-
-
-def _cache(model: Any, tokens: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Keys and values per layer, float32 ``[H, T, D]`` rounded to bfloat16, keys as the model holds them."""
-    from pltpack.quality.model import prefill
-
-    layers = prefill(model, tokens).layers
-    keys, values = ([getattr(layer, side)[0].bfloat16().float().cpu().numpy() for layer in layers]
-                    for side in ("keys", "values"))  # fmt: skip
-    return keys, values
-
-
 def _snapshot(windows: Windows, index: int, tokens: np.ndarray, identity: Identity) -> Snapshot:
     """The cache of a window's first tokens, of its stored rows."""
     shapes = [[(layer.heads, len(tokens), width) for width in (layer.k_dim, layer.v_dim)] for layer in identity.layers]
     out = [(np.empty(keys, DTYPES["BF16"]), np.empty(values, DTYPES["BF16"])) for keys, values in shapes]
     from_rows(windows.rows(index, first=0)[: len(tokens)], out, identity.layers, identity, 0)
     return Snapshot.from_arrays("calibration", tokens, out, identity)
-
-
-def _unrotated(arrays: list[tuple[np.ndarray, np.ndarray]], identity: Identity, position: int) -> np.ndarray:
-    rows, finite = to_rows(arrays, identity.layers, identity, position)
-    if not finite.all():
-        raise UnsupportedError("keys or values are not finite, or too large to calibrate on")
-    return rows
 
 
 def _dump_windows(snapshots: Sequence[Snapshot], tokens: int) -> list[tuple[Snapshot, int, int]]:
@@ -277,16 +270,6 @@ def _dump_windows(snapshots: Sequence[Snapshot], tokens: int) -> list[tuple[Snap
     return found
 
 
-def _dump_rows(snapshot: Snapshot, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    arrays = [snapshot.layer(index, start, stop) for index in range(len(snapshot.identity.layers))]
-    try:
-        rows = _unrotated(arrays, snapshot.identity, start)
-    except UnsupportedError as error:
-        raise error.at(snapshot.origin or snapshot.session) from None
-    head = [snapshot.layer(index, 0, SINK_TOKENS) for index in range(len(arrays))]
-    return rows, joined([k.astype(np.float32) for k, _ in head], [v.astype(np.float32) for _, v in head])
-
-
 def _templates(model: Any, tokenizer: Any, ids: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids and rows as stored of what sessions often begin with; a shorter start is all of a template."""
     from pltpack.quality.chat_tokens import chat_start
@@ -295,9 +278,9 @@ def _templates(model: Any, tokenizer: Any, ids: np.ndarray) -> Iterator[tuple[np
     known = set(ids[:, 0].tolist())
     if chat is not None and int(chat.max()) < int(model.config.vocab_size):
         known.add(int(chat[0]))
-        yield chat, joined(*_cache(model, chat))
+        yield chat, joined(*model_cache(model, chat))
     if start is not None and start not in known:
-        yield np.array([start], np.int32), joined(*_cache(model, np.array([start])))
+        yield np.array([start], np.int32), joined(*model_cache(model, np.array([start])))
 
 
 def _sinks(windows: Windows, templates: Any) -> dict[str, np.ndarray]:
