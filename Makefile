@@ -12,12 +12,13 @@ DUMPS ?= .cache/sessions/dumps
 GIGABYTES ?= 4
 ENGINES ?=
 
-.PHONY: help venv demo demo-quality test lint typecheck pytest model fuzz crash bench engines clean
+.PHONY: help venv sessions demo demo-quality test lint typecheck pytest model fuzz crash bench engines clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo          the main job on real snapshots: a table of ratios beside general tools"
 	@echo "make demo-quality  the same snapshots, scored by the real model (installs torch)"
+	@echo "make sessions      the dumps of fixtures/, unpacked to .cache/sessions"
 	@echo "make test          lint, types and the whole test suite (installs torch, makes the real model)"
 	@echo "make lint          ruff       make typecheck   mypy       make pytest   the test suite alone"
 	@echo "make fuzz crash    long searches for crashes (FUZZ_SECONDS=$(FUZZ_SECONDS), KILLS=$(KILLS))"
@@ -39,6 +40,10 @@ $(DEV): $(CORE)
 	@touch $@
 
 venv: $(DEV)
+
+sessions: $(CORE)
+	@$(BIN)/python -c 'from pathlib import Path; from benchmarks.capture import unpack; \
+		unpack(Path("fixtures/sessions.tar.zst"), Path(".cache/sessions"))'
 
 demo: $(CORE)
 	@$(BIN)/python -m benchmarks.demo $(DEMO)
@@ -67,9 +72,7 @@ crash: $(CORE)
 	$(BIN)/python benchmarks/crash.py --kills $(KILLS)
 
 # DUMPS=FOLDER measures your own.
-bench: $(CORE)
-	@$(BIN)/python -c 'from pathlib import Path; from benchmarks.capture import unpack; \
-		unpack(Path("fixtures/sessions.tar.zst"), Path(".cache/sessions"))'
+bench: sessions
 	$(BIN)/python benchmarks/speed.py $(DUMPS)
 	$(BIN)/python benchmarks/memory.py --gigabytes $(GIGABYTES)
 

@@ -190,7 +190,8 @@ def worker(name: str, engine: FileEngine, mode: str, folder: Path, options: Opti
 
 def _mlx_model(options: Options) -> Path:
     """The model with its RoPE base where mlx-lm looks for it."""
-    folder = options.work / "model"
+    # Files name the model by its folder, which an identity must agree with.
+    folder = options.work / "models" / options.model.resolve().name
     if not folder.exists():
         shutil.copytree(options.model, folder)
         config = json.loads((folder / "config.json").read_text())

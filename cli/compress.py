@@ -111,7 +111,12 @@ def compress(
             near=not no_near, window=window, tau=tau, library_budget=library_budget, guard=guard, device=device,
             engine=engine, address=address, encrypt=encrypt, progress=progress,
         )  # fmt: skip
-    print_json(stats) if as_json else print_stats(stats, output)
+    if as_json:
+        print_json(stats)
+        return
+    print_stats(stats, output)
+    if 2 * stats["profile_bytes"] > stats["archive_bytes"]:
+        click.echo("hint: the profile is more than half of this archive; --external-profile FILE leaves it outside")
 
 
 @click.command(short_help="Add the sessions of dumps to an archive.")

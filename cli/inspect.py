@@ -139,7 +139,8 @@ def _add_library(add: Callable[..., Tree], parent: Tree, segment: Mapping[str, A
 
 
 def _add_session(add: Callable[..., Tree], parent: Tree, entry: Mapping[str, Any]) -> None:
-    branch = add(parent, entry["session"], f"{count(entry['tokens'], 'token')}{mapped(entry)}, {_codec(entry)}, "
+    salt = "" if entry["salt"] is None else f"salt {entry['salt']}, "
+    branch = add(parent, entry["session"], f"{salt}{count(entry['tokens'], 'token')}{mapped(entry)}, {_codec(entry)}, "
                  f"raw {size(entry['raw_bytes'])}, shard {size(entry['bytes'])}")  # fmt: skip
     add(branch, entry["file"], count(entry["units"], "unit")
         + (f", corrections {size(entry['correction_bytes'])}" if entry["correction_bytes"] else ""))  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pltpack_cli.output import count, number, plain, short_size
-from pltpack_cli.terminal import console, is_watched
+from pltpack_cli.terminal import console, is_watched, say_if_compiling
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable
@@ -33,6 +33,7 @@ def live_writing(title: str, quiet: bool) -> Iterator[WritingPanel | None]:
     if quiet or not is_watched():
         yield None
         return
+    say_if_compiling()
     panel = WritingPanel(title)
     with _shown(panel, auto=True):
         yield panel
@@ -48,6 +49,7 @@ def live_steps(title: str, quiet: bool) -> Iterator[StepsPanel]:
     if quiet or not is_watched():
         yield panel
         return
+    say_if_compiling()
     with _shown(panel, auto=False) as live:
         panel.drawn = live.refresh
         yield panel

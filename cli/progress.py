@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pltpack_cli.output import short_size
-from pltpack_cli.terminal import console, is_watched
+from pltpack_cli.terminal import console, is_watched, say_if_compiling
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -21,6 +21,7 @@ def progress_bars() -> Iterator[ProgressCall | None]:
     if not is_watched():
         yield None
         return
+    say_if_compiling()
     bars = _display()
     task = bars.add_task("", total=None)
     stage_shown: str | None = None

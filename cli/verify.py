@@ -41,6 +41,11 @@ def verify(
 
     Exits with 1 if a session breaks its promise: a bit differs in an exact tier, tokens or identity are others, or it
     is missing; --json then prints the report all the same, with "differences". A damaged archive exits with 2.
+
+    Of a lossy session two figures are given: the largest difference of any one value, and the relative rms error, which
+    is the root mean square of the differences over that of the originals. It is taken of keys and of values, in each
+    layer, over the elements that differ; the largest is shown. 0.05 means off by 5 % of their usual magnitude. What a
+    model feels of that, pltpack score measures.
     """
     import pltpack
     from pltpack.errors import DifferenceError
@@ -71,6 +76,6 @@ def _print_report(report: Mapping[str, Any]) -> None:
         elif row["bit_exact"]:
             verdict = "equal in every bit"
         else:
-            verdict = (f"differs by up to {row['max_abs_difference']:.4g}, "
-                       f"relative rms error {row['relative_rms_error']:.4g}")  # fmt: skip
+            verdict = (f"differs by up to {row['max_abs_difference']:.4g}, relative rms error "
+                       f"{row['relative_rms_error']:.4g} (of keys or values, in the worst layer)")  # fmt: skip
         click.echo(f"{plain(session)}: {verdict}")

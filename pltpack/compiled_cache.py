@@ -29,6 +29,19 @@ def settle() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
+def is_empty() -> bool:
+    """Whether no loop of the codecs is kept from an earlier process, so that the first use of each compiles it."""
+    own, shared = _candidates()
+    if given := os.environ.get(VARIABLE):
+        places = [Path(given)]
+    else:
+        places = [shared]
+        if any(own.glob("*.nbi")):
+            return False
+    # numba names folders in a shared place after the one that the module is in.
+    return not any(True for place in places for _ in place.glob("codec_*/*.nbi"))
+
+
 def _candidates() -> list[Path]:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return [Path(__file__).parent / "codec" / "__pycache__", Path(home) / "numba"]

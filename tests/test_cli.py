@@ -161,6 +161,17 @@ class TestInspectAndVerify:
         assert "\x1b" not in text
         assert "evil\\x1b[2J\\nmodel [bold]x[/bold]" in text
 
+    def test_tenants_are_shown(self, tmp_path: Path) -> None:
+        for seed, name in enumerate(("mine", "open")):
+            salted = {**IDENTITY, "salt": "acme [bold]\n"} if name == "mine" else IDENTITY
+            write_dump(tmp_path / "dumps", name, np.arange(40), seed, salted)
+        done("compress", tmp_path / "dumps", "-o", tmp_path / "a", "--quality", "lossless")
+        described = done_json("inspect", tmp_path / "a")["sessions"]
+        assert {entry["session"]: entry["salt"] for entry in described} == {"mine": "acme [bold]\n", "open": None}
+        text = done("inspect", tmp_path / "a")
+        assert "mine  salt acme [bold]\\n, 40 tokens" in text
+        assert "open  40 tokens" in text
+
     def test_difference_exits_with_1(self, dumps: Path, archive: Path, tmp_path: Path) -> None:
         changed = load_file(dumps / "alpha.safetensors")
         changed["layers.2.values"][1, 70, 3] += 1
@@ -176,6 +187,7 @@ class TestInspectAndVerify:
         assert result.stderr.startswith("pltpack: difference: session 'alpha'")
         text = run("verify", archive, "--against", tmp_path).stdout
         assert "alpha: differs by up to" in text
+        assert "(of keys or values, in the worst layer)" in text
 
     def test_missing_session_is_a_difference(self, archive: Path, tmp_path: Path) -> None:
         write_dump(tmp_path, "delta", np.arange(5), 1, IDENTITY)

@@ -515,6 +515,17 @@ class TestTargets:
         result = run(*common, "-o", tmp_path / "both", "--target-bits", "2", "--target-kl", "1")
         assert result.exit_code == 2
         assert "exclude each other" in result.stderr
+        result = run(*common, "-o", tmp_path / "none", "--target-kl", "1e-9")
+        assert result.exit_code == 2
+        assert "target kl of 1e-09 is out of range (1e-06 to 1e+06)" in result.stderr
+
+    def test_a_profile_larger_than_what_it_serves_is_pointed_out(self, tmp_path: Path) -> None:
+        wide = dataclasses.replace(IDENTITY, layers=tuple(dataclasses.replace(one, heads=8) for one in LAYERS))
+        write_dump([session("short", range(6), wide)], tmp_path / "dumps")
+        profile = save_profile(tmp_path / "wide.safetensors", wide)
+        for option, hint in (("--profile", True), ("--external-profile", False)):
+            text = done("compress", tmp_path / "dumps", option, profile, "-o", tmp_path / option)
+            assert ("more than half of this archive; --external-profile" in text) == hint
 
     @pytest.mark.parametrize(("option", "value", "message"), [
         ("--target-bytes", 500, "alone take"),

@@ -619,6 +619,25 @@ def test_no_folder_for_compiled_loops(tmp_path, monkeypatch):
     assert os.environ[compiled_cache.VARIABLE] == ""
 
 
+def test_a_wait_for_compiled_loops_is_announced(tmp_path, monkeypatch, capsys):
+    # The first run was silent for 20 seconds.
+    from pltpack import compiled_cache
+    from pltpack_cli.terminal import say_if_compiling
+
+    own, shared = tmp_path / "codec" / "__pycache__", tmp_path / "numba"
+    monkeypatch.setattr(compiled_cache, "_candidates", lambda: [own, shared])
+    for given, kept in (("", own), ("", shared / "codec_0"), (str(tmp_path / "given"), tmp_path / "given/codec_0")):
+        monkeypatch.setenv(compiled_cache.VARIABLE, given)
+        say_if_compiling()
+        assert "compiling its loops takes some 20 seconds" in capsys.readouterr().err
+        kept.mkdir(parents=True)
+        loop = kept / "rans.encode-1.py311.nbi"
+        loop.touch()
+        say_if_compiling()
+        assert capsys.readouterr().err == ""
+        loop.unlink()
+
+
 def test_values_that_are_not_finite_cause_no_warnings(tmp_path, recwarn):
     # Comparing sessions that share a prefix printed numpy's warnings.
     rng = np.random.default_rng(0)

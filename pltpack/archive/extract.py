@@ -177,7 +177,9 @@ def verify(
     dict
         ``sessions``, ``units``, ``generation`` (the newest, if others were committed meanwhile and took the files of
         the first away), ``not_rebuilt`` (sessions whose values only a model could check);
-        with `against` also ``compared`` (per session ``bit_exact``, ``max_abs_difference``, ``relative_rms_error``) and
+        with `against` also ``compared`` (per session ``bit_exact``, ``max_abs_difference``, ``relative_rms_error``: RMS
+        of differences over RMS of the originals, over elements that differ, the larger of keys and values, of the
+        worst layer) and
         ``differences``: what breaks the session's promise, one sentence each (a bit that differs in an exact tier;
         missing sessions; other tokens or identity).
 

@@ -155,7 +155,7 @@ def _session(shard: Shard) -> dict[str, Any]:
     shared, quality, record = shard.mapped_tokens - predicted, quality_of(shard), record_of(shard)
     per_token = sum(layer.elements_per_token for layer in shard.identity.layers)
     return {
-        "session": shard.entry.session, "tokens": shard.entry.tokens, "shared_tokens": shared,
+        "session": shard.entry.session, "salt": shard.entry.salt, "tokens": shard.entry.tokens, "shared_tokens": shared,
         "predicted_tokens": predicted, "saved_bytes": _saved_bytes(shard),
         "file": shard.entry.file, "bytes": shard.entry.bytes, "raw_bytes": raw, "codec": codec, "config": config,
         "units": len(shard.units), "correction_bytes": int(corrections["length"].sum()),

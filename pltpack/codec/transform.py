@@ -78,9 +78,12 @@ class TransformCodec(Codec):
         self, step: float | None = None, target_kl: float | None = None, target_bits: float | None = None
     ) -> None:
         given = [value for value in (step, target_kl, target_bits) if value is not None]
-        if len(given) > 1 or not all(type(v) in (int, float) and 1e-6 <= v <= 1e6 for v in given):
+        if len(given) > 1 or not all(type(value) in (int, float) for value in given):
             raise ValueError("transform takes one of step, target_kl and target_bits, a positive number")
         self._config = {"step": step, "target_kl": target_kl, "target_bits": target_bits}
+        for name, value in self.get_config().items():
+            if not 1e-6 <= value <= 1e6:
+                raise ValueError(f"{name.replace('_', ' ')} of {value:g} is out of range (1e-06 to 1e+06)")
         self._log_step = rate.log_of(DEFAULT_STEP if step is None else step)
         self._classes: np.ndarray | None = None
         self._shifts: dict[int, np.ndarray] = {}
