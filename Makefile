@@ -76,7 +76,7 @@ bench: sessions
 	$(BIN)/python benchmarks/speed.py $(DUMPS)
 	$(BIN)/python benchmarks/memory.py --gigabytes $(GIGABYTES)
 
-# ENGINES="--engine mlx --profile FILE": see benchmarks/engines.py. Building llama.cpp takes 10 to 30 minutes.
+# ENGINES="--engine mlx --profile FILE": see docs/engines/README.md. Building llama.cpp takes 10 to 30 minutes.
 engines: $(DEV)
 	$(BIN)/python -m benchmarks.engines $(ENGINES)
 
