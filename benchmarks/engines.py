@@ -105,14 +105,19 @@ def tiers(profile: Path | None) -> list[tuple[str, dict[str, Any]]]:
     return rows if profile is None else [*rows, ("balanced", {"profile": profile})]
 
 
-def compared(cold: dict[str, Any], warm: dict[str, Any], extra: dict[str, float]) -> dict[str, Any]:
+def compared(
+    cold: dict[str, Any], warm: dict[str, Any], extra: dict[str, float], work: dict[str, float]
+) -> dict[str, Any]:
     """Agreement of warm starts with cold ones, and the ratio of their times to the first token.
 
-    Of an engine that tells them, CPU seconds too (of all threads): on a busy machine these are what can be compared.
+    Both in wall time and in CPU seconds of all threads: on a busy machine the latter are what can be compared. `extra`
+    and `work` are what decoding to a file took, in wall and CPU seconds.
     """
     names = list(cold)
     ratios = [cold[n]["seconds_to_first"] / (warm[n]["seconds_to_first"] + extra.get(n, 0.0)) for n in names]
-    found = {
+    cpu = "cpu_seconds_to_first"
+    less = sorted(cold[n][cpu] / (warm[n][cpu] + work.get(n, 0.0)) for n in names)
+    return {
         "sessions": len(names),
         "first_equal": sum(cold[n]["tokens"][0] == warm[n]["tokens"][0] for n in names),
         "all_equal": sum(cold[n]["tokens"] == warm[n]["tokens"] for n in names),
@@ -120,12 +125,9 @@ def compared(cold: dict[str, Any], warm: dict[str, Any], extra: dict[str, float]
         "warm_seconds": sorted(warm[n]["seconds_to_first"] + extra.get(n, 0.0) for n in names)[len(names) // 2],
         "times_sooner": sorted(ratios)[len(ratios) // 2],
         "times_sooner_least": min(ratios),
+        "cpu_times_less": less[len(names) // 2],
+        "cpu_times_less_least": less[0],
     }
-    if all("cpu_seconds_to_first" in side[n] for side in (cold, warm) for n in names):
-        work = "cpu_seconds_to_first"
-        ratios = sorted(cold[n][work] / (warm[n][work] + extra.get(n, 0.0)) for n in names)
-        found |= {"cpu_times_less": ratios[len(names) // 2], "cpu_times_less_least": ratios[0]}
-    return found
 
 
 def run_file_engine(name: str, engine: FileEngine, options: Options) -> dict[str, Any]:
@@ -141,13 +143,13 @@ def run_file_engine(name: str, engine: FileEngine, options: Options) -> dict[str
         read = {} if tier == "lossless" and name == "llama.cpp" else engine.read
         stats = pltpack.compress([dumps], archive, quality=tier, options=read, identity=identity, block=BLOCK,
                                  **settings)  # fmt: skip
-        seconds = {}
+        seconds, work = {}, {}
         for session in options.prompts:
-            begin = time.process_time()
+            begin, busy = time.perf_counter(), time.process_time()
             _warm_file(archive, name, folder / f"{session}{engine.suffix}", session, engine, options)
-            seconds[session] = time.process_time() - begin
+            seconds[session], work[session] = time.perf_counter() - begin, time.process_time() - busy
         warm = worker(name, engine, "warm", folder, options)
-        results[tier] = {**compared(cold, warm, seconds), "ratio": stats["ratio"]}
+        results[tier] = {**compared(cold, warm, seconds, work), "ratio": stats["ratio"]}
     results["prefix_only"] = _prefix_only(name, engine, options)
     return results
 

@@ -113,19 +113,19 @@ def main() -> None:
     for name, ids in job["prompts"].items():
         # A context of its own for each, so that a shared prefix comes out the same in all.
         context, file = Context(model, job), str(Path(job["folder"]) / f"{name}.bin")
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         if mode == "capture":
             context.run(ids[:-1], 0)
-            elapsed = time.perf_counter() - begin
+            elapsed, worked = time.perf_counter() - begin, time.process_time() - busy
             context.save(file, ids[:-1])
-            begin, held = time.perf_counter() - elapsed, len(ids) - 1
+            begin, busy, held = time.perf_counter() - elapsed, time.process_time() - worked, len(ids) - 1
         else:
             held = len(context.load(file))
         tokens = [context.run(ids[held:], held)]
-        first = time.perf_counter() - begin
+        first, worked = time.perf_counter() - begin, time.process_time() - busy
         while len(tokens) < job["new_tokens"]:
             tokens.append(context.run(tokens[-1:], held + len(ids[held:]) + len(tokens) - 1))
-        results[name] = {"tokens": tokens, "seconds_to_first": first, "held": held}
+        results[name] = {"tokens": tokens, "seconds_to_first": first, "cpu_seconds_to_first": worked, "held": held}
         context.close()
     Path(job["result"]).write_text(json.dumps(results))
 

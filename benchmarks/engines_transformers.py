@@ -31,7 +31,7 @@ def run(options: Options) -> dict[str, Any]:
         archive = options.work / f"archive-{tier}"
         stats = pltpack.compress([options.work / "dumps"], archive, quality=tier, block=BLOCK, **settings)
         warm = _process(options, "warm", archive.name)
-        results[tier] = {**compared(cold, warm, {}), "ratio": stats["ratio"]}
+        results[tier] = {**compared(cold, warm, {}, {}), "ratio": stats["ratio"]}
     return results
 
 
