@@ -218,16 +218,19 @@ def size_of(words: Words, reference: Words) -> float:
 @numba.njit(nogil=True, cache=True)
 def _bits(words: Any, reference: Any) -> int:
     total = 0
+    floats = np.empty(words.shape[2], np.float32)
+    bits = floats.view(np.uint32)
     for h in range(words.shape[0]):
         for t in range(words.shape[1]):
-            for d in range(words.shape[2]):
-                a, b = np.int64(words[h, t, d]), np.int64(reference[h, t, d])
-                a = 0xFFFF - a if a & 0x8000 else a | 0x8000
-                b = 0xFFFF - b if b & 0x8000 else b | 0x8000
-                left = 2 * abs(a - b)
-                while left:
-                    left >>= 1
-                    total += 1
+            row, base = words[h, t], reference[h, t]
+            for d in range(row.size):
+                a, b = np.int32(row[d]), np.int32(base[d])
+                a = np.int32(0xFFFF) - a if a & np.int32(0x8000) else a | np.int32(0x8000)
+                b = np.int32(0xFFFF) - b if b & np.int32(0x8000) else b | np.int32(0x8000)
+                floats[d] = np.float32(np.int32(2) * abs(a - b))
+            for d in range(row.size):
+                # The exponent tells how many bits an integer has.
+                total += max(np.int32(bits[d] >> np.uint32(23)) - np.int32(126), np.int32(0))
     return total
 
 

@@ -36,8 +36,12 @@ import numpy as np
 from pltpack.codec import delta, predicted_words, rans_mixed
 from pltpack.codec.delta import Words
 from pltpack.codec.payload import Reader, expand, squeeze
-from pltpack.codec.predicted_model import BASES, Model, fit, predict
+from pltpack.codec.predicted_fit import fit
+from pltpack.codec.predicted_model import BASES, Model, predict
 from pltpack.codec.predicted_tables import MANTISSA, static
+from pltpack.codec.scratch import Scratch
+
+_scratch = Scratch()
 
 
 def supports(dtype: str) -> bool:
@@ -47,21 +51,23 @@ def supports(dtype: str) -> bool:
 
 def encode(words: Words, reference: Words, dtype: str) -> bytes:
     """The body for words ``[H, N, D]`` of a dtype that has the mode."""
-    rows, base = delta.channel_rows(words), delta.channel_rows(reference)
-    model, mantissa = fit(rows, base, dtype), MANTISSA[dtype]
-    predictions, scales, widths = predict(base, model, dtype), model.scales, predicted_words.widths(mantissa)
-    tables = static(mantissa)
-    kinds, symbols, rest = (np.empty(rows.shape, np.uint8) for _ in range(3))
-    escapes = np.empty(rows.size, np.uint16)
+    mantissa = MANTISSA[dtype]
+    rows, base = _rows("rows", words), _rows("base", reference)
+    shape, array = rows.shape, _scratch.array
+    model = fit(rows, base, dtype, array("differences", shape, np.float32))
+    scales, tables, predictions = model.scales, static(mantissa), array("predictions", shape, np.uint16)
+    predict(base, model, dtype, predictions)
+    kinds, symbols, rest = (array(name, shape, np.uint8) for name in ("kinds", "symbols", "rest"))
+    escapes, low = array("escapes", (rows.size,), np.uint16), array("low", (rows.size // 4 + 2,), np.uint32)
     predicted_words.to_kinds(mantissa)(predictions, scales, model.token, kinds)
-    count = predicted_words.to_symbols(mantissa)(rows, predictions, scales, model.token, kinds, tables.coding, symbols,
+    count = predicted_words.to_symbols(mantissa)(rows, predictions, scales, model.token, kinds, tables.coded, symbols,
                                                  rest, escapes)  # fmt: skip
-    low = np.empty(rows.size + 8, np.uint8)
-    size = (predicted_words.pack(rest, kinds, widths, low) + 7) // 8
+    size = (predicted_words.pack(rest, kinds, mantissa, low) + 7) // 8
     stream = rans_mixed.encode(symbols, kinds, tables.coding)
     frame = squeeze(struct.pack("<h", model.base) + b"".join(part.tobytes() for part in model[1:]))
     return b"".join([struct.pack("<4I", count, len(stream), size, len(frame)), frame,
-                     escapes[:count].astype("<u2", copy=False).tobytes(), stream, low[:size].tobytes()])  # fmt: skip
+                     escapes[:count].astype("<u2", copy=False).data, stream,
+                     low[: -(-size // 4)].astype("<u4", copy=False).view(np.uint8)[:size].data])  # fmt: skip
 
 
 def decode(reader: Reader, words: Words, reference: Words, dtype: str) -> None:
@@ -72,7 +78,7 @@ def decode(reader: Reader, words: Words, reference: Words, dtype: str) -> None:
     ValueError
         If the body is malformed.
     """
-    base, mantissa = delta.channel_rows(reference), MANTISSA[dtype]
+    base, mantissa = _rows("base", reference), MANTISSA[dtype]
     count, length, size, packed = (reader.u32() for _ in range(4))
     if count > base.size:
         raise ValueError("number of escapes is out of range")
@@ -80,16 +86,33 @@ def decode(reader: Reader, words: Words, reference: Words, dtype: str) -> None:
     escapes = reader.array(count, "<u2").astype(np.uint16)
     stream, low = reader.take(length), reader.array(size, "u1")
     reader.end()
-    rows, scales, widths = predict(base, model, dtype), model.scales, predicted_words.widths(mantissa)
-    kinds, rest = np.empty(base.shape, np.uint8), np.empty(base.shape, np.uint8)
+    shape, array, scales = base.shape, _scratch.array, model.scales
+    rows, kinds, rest = array("rows", shape, np.uint16), array("kinds", shape, np.uint8), array("rest", shape, np.uint8)
+    predict(base, model, dtype, rows)
     predicted_words.to_kinds(mantissa)(rows, scales, model.token, kinds)
-    if (predicted_words.bits_of(kinds, widths) + 7) // 8 != size:
+    if (predicted_words.unpack(_whole(low), kinds, mantissa, rest) + 7) // 8 != size:
         raise ValueError("low bits do not fit the unit")
-    predicted_words.unpack(np.concatenate([low, np.zeros(2, np.uint8)]), kinds, widths, rest)
-    symbols = rans_mixed.decode(stream, kinds, static(mantissa).slots)
+    symbols = array("symbols", shape, np.uint8)
+    rans_mixed.decode(stream, kinds, static(mantissa).slots, symbols)
     if predicted_words.to_words(mantissa)(symbols, rest, kinds, scales, model.token, escapes, rows) != count:
         raise ValueError("escapes are damaged")
     delta.spread_rows(rows, words)
+
+
+def _rows(name: str, words: Words) -> np.ndarray:
+    """Channel rows in the thread's memory."""
+    channels = words[0].shape[0] * (words[0].shape[2] + words[1].shape[2])
+    rows = _scratch.array(name, (channels, words[0].shape[1]), np.uint16)
+    delta.fill_rows(words, rows)
+    return rows
+
+
+def _whole(low: np.ndarray) -> np.ndarray:
+    """Bytes as uint32, and as much behind them as `pltpack.codec.predicted_words.unpack` may look at."""
+    out = _scratch.array("low", (len(low) // 4 + 3,), "<u4")
+    out[-3:] = 0
+    out.view(np.uint8)[: len(low)] = low
+    return out.astype(np.uint32, copy=False)
 
 
 def _read_model(frame: memoryview, shape: tuple[int, int]) -> Model:

@@ -12,20 +12,11 @@ from typing import Any
 import numba
 import numpy as np
 
-from pltpack.codec.predicted_tables import BELOW, FAR, RATIOS, shift_of
+from pltpack.codec.predicted_tables import BELOW, FAR, RATIOS
 
 _LEAST_RATIO, _MOST_RATIO = RATIOS
 _RATIOS = _MOST_RATIO - _LEAST_RATIO + 1
 _I32 = np.int32
-
-
-@functools.cache
-def widths(mantissa: int) -> np.ndarray:
-    """Low bits of the words of each table: int64 ``[K]``."""
-    near = [shift_of(octaves, mantissa) for octaves in range(-2 * mantissa - 8, FAR)]
-    out = np.array(near + 2 * _RATIOS * [mantissa - 3], dtype=np.int64)
-    out.flags.writeable = False
-    return out
 
 
 @functools.cache
@@ -55,8 +46,8 @@ def to_kinds(mantissa: int) -> Any:
 def to_symbols(mantissa: int) -> Any:
     """Kernel ``(rows, predictions, scales, token, kinds, coded, symbols, rest, escapes) -> escapes``.
 
-    Fills symbols and low bits (`rest`), uint8 ``[R, N]``, and the escaped words; gives their number. `coded` is what
-    symbols are coded with, uint32 ``[K, 256]``: one whose low half is 0 has no code.
+    Fills symbols and low bits (`rest`), uint8 ``[R, N]``, and the escaped words; gives their number. `coded` says which
+    symbols have a code and are no escapes, bool ``[K, 256]``.
     """
     least, tables, down = -2 * mantissa - 8, 2 * mantissa + 4, mantissa - 3
     mask = (1 << (18 - mantissa)) - 1
@@ -91,8 +82,13 @@ def to_symbols(mantissa: int) -> Any:
                 width = max(_I32(((table + _I32(least)) >> _I32(1)) + _I32(mantissa - 4)), _I32(0))
                 near = steps[n] & _I32((_I32(1) << width) - _I32(1))
                 low[n] = np.uint8(near if table < _I32(tables) else _I32(row[n]) & _I32((1 << down) - 1))
+            usual = True
             for n in range(row.size):
-                if coded[kind[n], line[n]] & np.uint32(0xFFFF) == 0 or line[n] == 0:
+                usual &= coded[kind[n], line[n]]
+            if usual:
+                continue
+            for n in range(row.size):
+                if not coded[kind[n], line[n]]:
                     line[n] = low[n] = 0
                     escapes[count] = row[n]
                     count += 1
@@ -140,44 +136,88 @@ def to_words(mantissa: int) -> Any:
 
 
 @numba.njit(nogil=True, cache=True)
-def pack(rest: Any, kinds: Any, widths: Any, out: Any) -> Any:
-    """Write the low bits of all words to `out`, zeros before; the number of bits."""
-    at = held = np.int64(0)
-    bits = np.uint64(0)
+def _bits_of_fours(kind: Any, mantissa: int, width: Any, pairs: Any, fours: Any) -> None:
+    """Low bits of a row's words, of each pair of them and of each four; `width` is 0 behind the row."""
+    tables, far = np.uint8(2 * mantissa + 4), np.uint8(mantissa - 3)
+    for n in range(kind.size):
+        # As `shift_of` has it, for a table of a near word.
+        near = np.uint8(max(np.uint8(kind[n] >> np.uint8(1)), np.uint8(8)) - np.uint8(8))
+        width[n] = near if kind[n] < tables else far
+    two = width.view(np.uint16)
+    for n in range(two.size):
+        pairs[n] = np.uint16((two[n] & np.uint16(255)) + (two[n] >> np.uint16(8)))
+    two_pairs = pairs.view(np.uint32)
+    for n in range(two_pairs.size):
+        fours[n] = np.uint32((two_pairs[n] & np.uint32(0xFFFF)) + (two_pairs[n] >> np.uint32(16)))
+
+
+@numba.njit(nogil=True, cache=True)
+def pack(rest: Any, kinds: Any, mantissa: int, out: Any) -> Any:
+    """Write the low bits of all words to `out`, uint32, the lowest first; the number of bits.
+
+    Four words are put together before one waits for the place of those before it: they have 28 bits at most.
+    """
+    columns = rest.shape[1]
+    # Whole vectors, as loops over a few words take longer than over all lanes; slices would be copied byte by byte.
+    size, filled = (columns + 63) // 64 * 16, (columns + 3) // 4
+    low, width = np.zeros(4 * size, np.uint8), np.zeros(4 * size, np.uint8)
+    two, pairs, fours = np.empty(2 * size, np.uint16), np.empty(2 * size, np.uint16), np.empty(size, np.uint32)
+    ones, joined = low.view(np.uint16), two.view(np.uint32)
+    first = width.view(np.uint16)
+    parts = np.zeros(size, np.uint32)
+    at = held = bits = np.uint64(0)
     for r in range(rest.shape[0]):
-        for n in range(rest.shape[1]):
-            bits |= np.uint64(rest[r, n]) << np.uint64(held)
-            held += widths[kinds[r, n]]
-            if held >= 32:
-                for i in range(4):
-                    out[at + i] = np.uint8((bits >> np.uint64(8 * i)) & np.uint64(255))
-                bits >>= np.uint64(32)
-                held -= 32
-                at += 4
-    for i in range((held + 7) // 8):
-        out[at + i] = np.uint8((bits >> np.uint64(8 * i)) & np.uint64(255))
-    return 8 * at + held
+        _bits_of_fours(kinds[r], mantissa, width, pairs, fours)
+        row = rest[r]
+        for n in range(columns):
+            low[n] = row[n]
+        for n in range(2 * size):
+            word = np.uint32(ones[n])
+            two[n] = np.uint16(word & np.uint32(255) | (word >> np.uint32(8)) << np.uint32(first[n] & np.uint16(255)))
+        for n in range(size):
+            word = joined[n]
+            parts[n] = word & np.uint32(0xFFFF) | (word >> np.uint32(16)) << np.uint32(pairs[2 * n])
+        for n in range(filled):
+            bits |= np.uint64(parts[n]) << held
+            held += np.uint64(fours[n])
+            out[at] = np.uint32(bits & np.uint64(0xFFFFFFFF))
+            full = held & np.uint64(32)
+            bits >>= full
+            held &= np.uint64(31)
+            at += full >> np.uint64(5)
+    out[at] = np.uint32(bits)
+    return np.int64(at) * 32 + np.int64(held)
 
 
 @numba.njit(nogil=True, cache=True)
-def bits_of(kinds: Any, widths: Any) -> Any:
-    """How many low bits words of these tables have."""
-    total = np.int64(0)
-    for r in range(kinds.shape[0]):
-        row = kinds[r]
-        for n in range(row.size):
-            total += widths[row[n]]
-    return total
-
-
-@numba.njit(nogil=True, cache=True)
-def unpack(data: Any, kinds: Any, widths: Any, rest: Any) -> None:
-    """The inverse of `pack`; `data` has one byte more than it needs."""
+def unpack(data: Any, kinds: Any, mantissa: int, rest: Any) -> Any:
+    """The inverse of `pack`; the number of bits, which may be more than there are in `data`."""
+    columns, last = rest.shape[1], len(data) - 2
+    # Whole vectors, as loops over a few words take longer than over all lanes; slices would be copied byte by byte.
+    size, filled = (columns + 63) // 64 * 16, (columns + 3) // 4
+    low, width = np.zeros(4 * size, np.uint8), np.zeros(4 * size, np.uint8)
+    two, pairs, fours = np.empty(2 * size, np.uint16), np.empty(2 * size, np.uint16), np.empty(size, np.uint32)
+    ones, joined = low.view(np.uint16), two.view(np.uint32)
+    first = width.view(np.uint16)
+    parts = np.zeros(size, np.uint32)
+    one = np.uint32(1)
     at = np.int64(0)
     for r in range(rest.shape[0]):
-        for n in range(rest.shape[1]):
-            width = widths[kinds[r, n]]
-            byte = at >> 3
-            pair = np.int64(data[byte]) | np.int64(data[byte + 1]) << 8
-            rest[r, n] = np.uint8((pair >> (at & 7)) & ((1 << width) - 1))
-            at += width
+        _bits_of_fours(kinds[r], mantissa, width, pairs, fours)
+        for n in range(filled):
+            word = min(at >> 5, last)
+            pair = np.uint64(data[word]) | np.uint64(data[word + 1]) << np.uint64(32)
+            parts[n] = np.uint32((pair >> np.uint64(at & 31)) & np.uint64(0xFFFFFFFF))
+            at += np.int64(fours[n])
+        for n in range(size):
+            count = np.uint32(pairs[2 * n])
+            upper = (parts[n] >> count) & ((one << np.uint32(pairs[2 * n + 1])) - one)
+            joined[n] = parts[n] & ((one << count) - one) | upper << np.uint32(16)
+        for n in range(2 * size):
+            word = np.uint32(two[n])
+            count = np.uint32(first[n] & np.uint16(255))
+            ones[n] = np.uint16(word & ((one << count) - one) | (word >> count) << np.uint32(8))
+        row = rest[r]
+        for n in range(columns):
+            row[n] = low[n]
+    return at

@@ -13,6 +13,9 @@ import numpy as np
 from pltpack.codec import rans_mixed_simd
 from pltpack.codec.rans import HEADER_BYTES, KERNEL, LANES, PROB_SCALE
 from pltpack.codec.rans_scalar import PROB_BITS, STATE_LOW
+from pltpack.codec.scratch import Scratch
+
+_scratch = Scratch()
 
 
 @numba.njit(nogil=True, cache=True)
@@ -118,14 +121,14 @@ def encode(symbols: np.ndarray, kinds: np.ndarray, tables: np.ndarray) -> bytes:
     tables : ndarray
         uint32 ``[K, 256]`` from `pltpack.codec.rans.encode_tables`.
     """
-    words = np.empty(symbols.size, dtype=np.uint16)
+    words = _scratch.array("words", (symbols.size,), np.uint16)
     states = np.full(LANES, STATE_LOW, dtype=np.uint32)
     first = _ENCODE_ROWS(symbols, kinds, tables, words, states)
     return states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
 
 
-def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """Decode a stream written by `encode`: uint8 ``[R, N]``.
+def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray, out: np.ndarray) -> None:
+    """Decode a stream written by `encode`.
 
     Parameters
     ----------
@@ -134,6 +137,8 @@ def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray) ->
         uint8 ``[R, N]``, C-contiguous, all below K.
     tables : ndarray
         uint32 ``[K, 4096]`` from `pltpack.codec.rans.decode_tables`.
+    out : ndarray
+        uint8 ``[R, N]``, C-contiguous, to be filled with the symbols.
 
     Raises
     ------
@@ -144,10 +149,9 @@ def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray) ->
     if len(data) < HEADER_BYTES or len(data) % 2:
         raise ValueError("rANS stream is truncated")
     count = (len(data) - HEADER_BYTES) // 2
-    words = np.zeros(count + kinds.shape[1] + LANES, dtype=np.uint16)
+    words = _scratch.array("words", (count + kinds.shape[1] + LANES,), np.uint16)
+    words[count:] = 0
     words[:count] = data[HEADER_BYTES:].view("<u2")
     states = data[:HEADER_BYTES].view("<u4").astype(np.uint32)
-    out = np.empty(kinds.shape, dtype=np.uint8)
     if _DECODE_ROWS(words, count, states, tables, kinds, out) != count or (states != STATE_LOW).any():
         raise ValueError("rANS stream is damaged")
-    return out
