@@ -62,7 +62,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pltpack.codec import classes, delta, lossless_batch, predicted, symbols
+from pltpack.codec import classes, delta, lossless_batch, predicted, rans, symbols
 from pltpack.codec.base import Codec, EncodeJob, KeyValue, LayerSample, Samples, State, Unit
 from pltpack.codec.classes import LAYOUTS, Layout, Rows, Tables, Windowed
 from pltpack.codec.delta import Words
@@ -84,6 +84,9 @@ _FAR = 4.0
 #: Words alone hardly ever take less than this part: what is smaller with a prediction is not compared.
 _ALONE = 0.5
 _PIECE = 64
+#: Tokens that tell what words take alone, and how much more that must be for it to be believed.
+_PROBED = 32
+_CLEARLY = 1.05
 
 
 class LosslessCodec(Codec):
@@ -153,10 +156,20 @@ class LosslessCodec(Codec):
             if near:
                 found.append(bytes([PREDICTED]) + predicted.encode(words, base, unit.geometry.dtype))
             payload = min(found, key=len)
-            if near and len(payload) <= _ALONE * raw:
+            if near and (len(payload) <= _ALONE * raw or self._smaller(payload, unit, keys, values)):
                 return payload
         plain = self._encode_plain(unit, words, layout)
         return plain if payload is None or len(plain) < len(payload) else payload
+
+    def _smaller(self, payload: bytes, unit: Unit, keys: np.ndarray, values: np.ndarray) -> bool:
+        """Whether a payload is clearly smaller than the words alone, as told by a few tokens in the middle."""
+        if self._batch is None or unit.tokens < 2 * _PROBED:
+            return False
+        at = (unit.tokens - _PROBED) // 2
+        few = dataclasses.replace(unit, position=unit.position + at, tokens=_PROBED)
+        part = slice(at, at + _PROBED)
+        (alone,) = self._batch.encode([EncodeJob(few, keys[:, part], values[:, part])])
+        return alone is not None and _CLEARLY * len(payload) * _PROBED < (len(alone) - rans.HEADER_BYTES) * unit.tokens
 
     def _encode_plain(self, unit: Unit, words: Words, layout: Layout) -> bytes:
         rows = delta.channel_rows(words)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import struct
+import threading
 
 import numpy as np
 import zstandard
 
 #: Part of the bitstream's determinism: one level for all frames inside payloads.
 ZSTD_LEVEL = 3
+
+
+class _Zstd(threading.local):
+    """Contexts of a thread, which take longer to make than a small frame does."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
 
 
 class Reader:
@@ -52,7 +64,7 @@ class Reader:
 
 def squeeze(data: bytes | memoryview) -> bytes:
     """One zstd frame that records its content size."""
-    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
+    return _zstd.compressor.compress(data)
 
 
 def declared_size(frame: memoryview) -> int:
@@ -75,7 +87,7 @@ def expand(frame: memoryview, size: int) -> bytes:
     if declared_size(frame) != size:
         raise ValueError("zstd frame has an unexpected size")
     try:
-        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        data = _zstd.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError:
         raise ValueError("zstd frame is damaged") from None
     if len(data) != size:

@@ -37,7 +37,7 @@ class Static:
     freqs : ndarray
         uint16 ``[K, 256]``; symbol 0 is the escape.
     coded : ndarray
-        Which symbols have a frequency and are not the escape, bool ``[K, 256]``.
+        1 for symbols that have a frequency and are not the escape, else 0: uint8 ``[256 K]``.
     coding, slots : ndarray
         For encoding and decoding: uint32 ``[K, 256]`` and ``[K, 4096]``.
     """
@@ -60,9 +60,9 @@ def static(mantissa: int) -> Static:
     near = [_near(octaves, mantissa) for octaves in range(-2 * mantissa - 8, FAR)]
     far = [_far(odd, ratio) for odd in range(2) for ratio in range(RATIOS[0], RATIOS[1] + 1)]
     freqs = np.array(near + far, dtype=np.uint16)
-    coded = freqs > 0
-    coded[:, 0] = False
-    return Static(len(near), freqs, coded, rans.encode_tables(freqs), rans.decode_tables(freqs))
+    coded = (freqs > 0).astype(np.uint8)
+    coded[:, 0] = 0
+    return Static(len(near), freqs, coded.ravel(), rans.encode_tables(freqs), rans.decode_tables(freqs))
 
 
 def _distribution(z: np.ndarray) -> np.ndarray:

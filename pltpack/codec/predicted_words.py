@@ -47,48 +47,45 @@ def to_symbols(mantissa: int) -> Any:
     """Kernel ``(rows, predictions, scales, token, kinds, coded, symbols, rest, escapes) -> escapes``.
 
     Fills symbols and low bits (`rest`), uint8 ``[R, N]``, and the escaped words; gives their number. `coded` says which
-    symbols have a code and are no escapes, bool ``[K, 256]``.
+    symbols have a code and are no escapes, uint8 ``[256 K]``.
     """
-    least, tables, down = -2 * mantissa - 8, 2 * mantissa + 4, mantissa - 3
+    tables, down = 2 * mantissa + 4, mantissa - 3
     mask = (1 << (18 - mantissa)) - 1
 
     @numba.njit(nogil=True, cache=True)
     def kernel(rows, predictions, scales, token, kinds, coded, symbols, rest, escapes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         count = 0
-        steps = np.empty(rows.shape[1], np.int32)
+        codes = np.empty(rows.shape[1], np.uint16)
         for r in range(rows.shape[0]):
             row, guess, kind, base = rows[r], predictions[r], kinds[r], scales[r]
             line, low = symbols[r], rest[r]
             for n in range(row.size):
-                word, prediction = _I32(row[n]), _I32(guess[n])
-                ours = word ^ (_I32(0xFFFF) if word & _I32(0x8000) else _I32(0x8000))
-                theirs = prediction ^ (_I32(0xFFFF) if prediction & _I32(0x8000) else _I32(0x8000))
-                step = _I32(theirs - ours) if prediction & _I32(0x8000) else _I32(ours - theirs)
-                # The nearer way round.
-                steps[n] = _I32(((step + _I32(0x8000)) & _I32(0xFFFF)) - _I32(0x8000))
-            for n in range(row.size):
-                table = _I32(kind[n])
-                width = max(_I32(((table + _I32(least)) >> _I32(1)) + _I32(mantissa - 4)), _I32(0))
-                place = _I32((steps[n] >> width) + _I32(128))
+                word, prediction, table = _I32(row[n]), _I32(guess[n]), _I32(kind[n])
+                below = -(prediction >> _I32(15))
+                ours = word ^ (_I32(0x8000) | -(word >> _I32(15)))
+                theirs = prediction ^ (_I32(0x8000) | below)
+                # Away from zero, the nearer way round.
+                step = _I32(((_I32(ours - theirs) ^ below) - below) << _I32(16)) >> _I32(16)
+                # As `shift_of` has it for tables of near words.
+                width = max(table >> _I32(1), _I32(8)) - _I32(8)
+                place = _I32((step >> width) + _I32(128))
                 place = place if _I32(0) < place < _I32(256) else _I32(0)
-                word = _I32(row[n])
                 start = _I32(8) * (((base + _I32(token[n])) >> _I32(1)) - _I32(BELOW))
                 t = _I32((((word & _I32(0x7FFF)) >> _I32(down)) - start) & _I32(mask))
-                other = ((word ^ _I32(guess[n])) & _I32(0x8000)) >> _I32(8)
-                far = t | other if t < _I32(128) else _I32(0)
-                line[n] = np.uint8(place if table < _I32(tables) else far)
+                far = t | (((word ^ prediction) & _I32(0x8000)) >> _I32(8))
+                far = far if t < _I32(128) else _I32(0)
+                symbol = place if table < _I32(tables) else far
+                line[n] = np.uint8(symbol)
+                codes[n] = np.uint16(table << _I32(8) | symbol)
+                near = step & _I32((_I32(1) << width) - _I32(1))
+                low[n] = np.uint8(near if table < _I32(tables) else word & _I32((1 << down) - 1))
+            usual = np.uint8(1)
             for n in range(row.size):
-                table = _I32(kind[n])
-                width = max(_I32(((table + _I32(least)) >> _I32(1)) + _I32(mantissa - 4)), _I32(0))
-                near = steps[n] & _I32((_I32(1) << width) - _I32(1))
-                low[n] = np.uint8(near if table < _I32(tables) else _I32(row[n]) & _I32((1 << down) - 1))
-            usual = True
-            for n in range(row.size):
-                usual &= coded[kind[n], line[n]]
+                usual &= coded[codes[n]]
             if usual:
                 continue
             for n in range(row.size):
-                if not coded[kind[n], line[n]]:
+                if not coded[codes[n]]:
                     line[n] = low[n] = 0
                     escapes[count] = row[n]
                     count += 1
@@ -103,7 +100,7 @@ def to_words(mantissa: int) -> Any:
 
     Turns predictions, in `rows`, to words; gives the number of escapes met, which may be more than there are.
     """
-    least, tables, down = -2 * mantissa - 8, 2 * mantissa + 4, mantissa - 3
+    tables, down = 2 * mantissa + 4, mantissa - 3
     mask = (1 << (18 - mantissa)) - 1
 
     @numba.njit(nogil=True, cache=True)
@@ -114,7 +111,7 @@ def to_words(mantissa: int) -> Any:
             escaped = np.uint8(0)
             for n in range(row.size):
                 symbol, prediction, table = _I32(line[n]), _I32(row[n]), _I32(kind[n])
-                width = max(_I32(((table + _I32(least)) >> _I32(1)) + _I32(mantissa - 4)), _I32(0))
+                width = max(table >> _I32(1), _I32(8)) - _I32(8)
                 step = _I32(((symbol - _I32(128)) << width) + _I32(low[n]))
                 place = prediction ^ (_I32(0xFFFF) if prediction & _I32(0x8000) else _I32(0x8000))
                 place = _I32((place - step if prediction & _I32(0x8000) else place + step) & _I32(0xFFFF))
