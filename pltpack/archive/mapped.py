@@ -104,6 +104,10 @@ def reference_values(
     if at < stop:
         raise FormatError(f"the mapping table gives no reference for token {at}")
     identity = libraries[rows[0]["library"]].identity
+    if len(rows) == 1 and owner is not None:
+        source = owner(libraries[rows[0]["library"]], int(rows[0]["node"]))
+        if source is not None:
+            return _taken(source, int(rows[0]["position_shift"]), layers, start, stop)
     out = [fresh(identity.layers[layer], stop - start) for layer in layers]
     batch = Batch()
     for row in rows:
@@ -120,6 +124,19 @@ def reference_values(
         last = min(int(row["session_start"]) + int(row["length"]), stop)
         for keys, _ in out:
             move_keys(keys[:, first - start : last - start], identity, first - int(row["position_shift"]), first)
+    return out
+
+
+def _taken(source: Snapshot, shift: int, layers: range, start: int, stop: int) -> list[KeyValue]:
+    """As `_copy` for one row that gives all tokens, turned to their positions; values may be the session's own."""
+    out = []
+    for layer in layers:
+        keys, values = source.layer(layer, start - shift, stop - shift)
+        if shift:
+            turned = np.empty(keys.shape, keys.dtype)
+            move_keys(keys, source.identity, start - shift, start, turned)
+            keys = turned
+        out.append((keys, values))
     return out
 
 
@@ -170,8 +187,10 @@ def _fill(
             rooms[index][0][:], rooms[index][1][:] = keys[:, part], values[:, part]
 
 
-def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int) -> None:
-    """Move keys ``[H, T, D]`` of the stored dtype from their positions to others, in place.
+def move_keys(
+    keys: np.ndarray, identity: Identity, position: int, target: int, out: np.ndarray | None = None
+) -> None:
+    """Move keys ``[H, T, D]`` of the stored dtype from their positions to others, in place unless there is an `out`.
 
     Parameters
     ----------
@@ -181,9 +200,13 @@ def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int) 
         One that is `movable`.
     position, target : int
         Positions of the first token before and after.
+    out : ndarray, optional
+        Where the moved keys go, of the same shape and dtype.
     """
     rotation = Rotation.of(identity.rope, identity.keys, keys.shape[2])
     if rotation is not None:
         from pltpack.codec.moving import move
 
-        move(keys, rotation, position, target)
+        move(keys, rotation, position, target, out)
+    elif out is not None:
+        out[:] = keys

@@ -139,8 +139,8 @@ class Trial:
             return found
         out = []
         for keys, values in found:
-            moved = keys.copy()
-            move_keys(moved, source.identity, position, target)
+            moved = np.empty(keys.shape, keys.dtype)
+            move_keys(keys, source.identity, position, target, moved)
             out.append((moved, values))
         return out
 
