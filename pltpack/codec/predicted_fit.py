@@ -28,6 +28,9 @@ _FEW = 4
 #: Differences are between these magnitudes, or 0: sums and weighted ones then fit binary32.
 _LEAST, _MOST = np.float32(2.0**-100), np.float32(2.0**100)
 _LEAST_BASE, _MOST_BASE = BASES
+#: Powers of two by half octaves, from the least to the largest of binary32.
+_ZERO = 252
+_POWERS = np.array([math.ldexp(1.4142135623730951 if n & 1 else 1.0, n >> 1) for n in range(-_ZERO, _ZERO)], np.float32)
 
 
 def fit(rows: np.ndarray, reference: np.ndarray, dtype: str, differences: np.ndarray) -> Model:
@@ -66,20 +69,19 @@ def _half_octaves(value: float) -> int:
 
 
 @numba.njit(nogil=True, cache=True)
-def _power(half_octaves: int) -> Any:
-    return np.float32(math.ldexp(1.4142135623730951 if half_octaves & 1 else 1.0, half_octaves >> 1))
-
-
-@numba.njit(nogil=True, cache=True)
 def _sum(line: Any) -> Any:
-    """Sum of an array, which is overwritten: its halves are added until one number is left."""
-    size = line.size
-    while size > 1:
-        half = (size + 1) >> 1
-        for n in range(size - half):
-            line[n] += line[half + n]
-        size = half
-    return line[0]
+    """Sum of an array of whole blocks of 16, which is overwritten: its halves are added until one number is left."""
+    blocks = line.size // 16
+    while blocks > 1:
+        half = (blocks + 1) >> 1
+        for n in range(16 * (blocks - half)):
+            line[n] += line[16 * half + n]
+        blocks = half
+    for n in range(8):
+        line[n] += line[n + 8]
+    for n in range(4):
+        line[n] += line[n + 4]
+    return (line[0] + line[2]) + (line[1] + line[3])
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -87,10 +89,12 @@ def _fit(differences: Any, bias: int, channel: Any, offset: Any, token: Any) -> 
     """Fill a model's arrays; its base."""
     rows, columns = differences.shape
     scales, means = np.empty(rows, np.int64), np.zeros(rows, np.float32)
-    weights, sums, line = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
+    weights, sums = np.empty(columns, np.float32), np.empty(columns, np.float32)
+    # Zeros behind the columns stay zeros.
+    line = np.zeros((columns + 15) // 16 * 16, np.float32)
     for turn in range(3):
         for n in range(columns):
-            weights[n] = _power(-token[n])
+            weights[n] = _POWERS[_ZERO - token[n]]
             line[n] = weights[n] * weights[n]
         whole = _sum(line)
         sums[:] = 0
@@ -107,12 +111,12 @@ def _fit(differences: Any, bias: int, channel: Any, offset: Any, token: Any) -> 
             total = np.float64(_sum(line))
             scales[r] = scale = _half_octaves(total * (_SCALE / columns)) if total > 0 else _NONE
             if turn == 1 and total > 0:
-                quarters = np.rint(mean / math.ldexp(1.0, (scale >> 1) - 2))
+                quarters = np.rint(mean * (4 * _POWERS[_ZERO - 2 * (scale >> 1)]))
                 if quarters * quarters * columns < 32 * _OFFSET_BITS:
                     means[r] = 0
             if turn < 2 and total > 0:
                 live += 1
-                factor = _power(-scale)
+                factor = _POWERS[_ZERO - scale]
                 for n in range(columns):
                     sums[n] += abs(row[n] - mean) * factor
         if turn < 2:

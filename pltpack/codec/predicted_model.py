@@ -5,6 +5,7 @@ See `pltpack.codec.predicted` for what the model means. How an encoder finds one
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numba
@@ -14,6 +15,7 @@ from pltpack.codec.predicted_tables import MANTISSA
 
 #: Bias of the exponents.
 BIAS = {"BF16": 127, "F16": 15}
+_BFLOAT_BIAS = 127
 #: Range of a model's base.
 BASES = (-1024, 1024)
 
@@ -35,12 +37,12 @@ class Model(NamedTuple):
 
 def predict(rows: np.ndarray, model: Model, dtype: str, out: np.ndarray) -> None:
     """Fill `out` with the words of the predictions, from those of the reference: uint16 ``[R, N]``."""
+    if dtype == "BF16":
+        _move_bfloat(rows, model.offset, model.channel, model.base, out)
+        return
     exponents = (model.scales >> 1) - 2 - BIAS[dtype]
     with np.errstate(over="ignore", under="ignore"):
         offsets = np.ldexp(model.offset.astype(np.float64), exponents).astype(np.float32)
-    if dtype == "BF16":
-        _move_bfloat(rows, model.offset, offsets, out)
-        return
     out[...] = rows
     moved = np.flatnonzero(model.offset)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -50,15 +52,17 @@ def predict(rows: np.ndarray, model: Model, dtype: str, out: np.ndarray) -> None
 
 
 @numba.njit(nogil=True, cache=True)
-def _move_bfloat(rows: Any, offset: Any, offsets: Any, out: Any) -> None:
+def _move_bfloat(rows: Any, offset: Any, channel: Any, base: int, out: Any) -> None:
     values = np.empty(rows.shape[1], np.float32)
     bits = values.view(np.uint32)
     for r in range(rows.shape[0]):
-        row, line, add = rows[r], out[r], offsets[r]
+        row, line = rows[r], out[r]
         if offset[r] == 0:
             for n in range(row.size):
                 line[n] = row[n]
             continue
+        exponent = ((base + np.int64(channel[r])) >> 1) - 2 - _BFLOAT_BIAS
+        add = np.float32(math.ldexp(np.float64(offset[r]), exponent))
         for n in range(row.size):
             bits[n] = np.uint32(row[n]) << np.uint32(16)
         for n in range(row.size):

@@ -79,13 +79,8 @@ def to_symbols(mantissa: int) -> Any:
                 codes[n] = np.uint16(table << _I32(8) | symbol)
                 near = step & _I32((_I32(1) << width) - _I32(1))
                 low[n] = np.uint8(near if table < _I32(tables) else word & _I32((1 << down) - 1))
-            usual = np.uint8(1)
             for n in range(row.size):
-                usual &= coded[codes[n]]
-            if usual:
-                continue
-            for n in range(row.size):
-                if not coded[codes[n]]:
+                if coded[codes[n]] == 0:
                     line[n] = low[n] = 0
                     escapes[count] = row[n]
                     count += 1
