@@ -163,7 +163,7 @@ def test_all_loops_write_and_read_the_same_bytes():
             count = len(words) - first
             padded = np.concatenate([words[first:], np.zeros(columns + LANES, np.uint16)])
             out = np.empty_like(symbols)
-            assert decode(padded, count, states, tables.slots, kinds, out) == count
+            assert decode(padded, count, states, tables.slots, tables.coding, kinds, out) == count
             np.testing.assert_array_equal(out, symbols)
             assert (states == STATE_LOW).all()
 

@@ -187,9 +187,7 @@ def _fill(
             rooms[index][0][:], rooms[index][1][:] = keys[:, part], values[:, part]
 
 
-def move_keys(
-    keys: np.ndarray, identity: Identity, position: int, target: int, out: np.ndarray | None = None
-) -> None:
+def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int, out: np.ndarray | None = None) -> None:
     """Move keys ``[H, T, D]`` of the stored dtype from their positions to others, in place unless there is an `out`.
 
     Parameters

@@ -244,8 +244,8 @@ def size_of(words: Words, reference: Words) -> float:
 
 
 @numba.njit(nogil=True, cache=True)
-def _bits(words: Any, reference: Any) -> int:
-    total = 0
+def _bits(words: Any, reference: Any) -> Any:
+    total = np.int64(0)
     floats = np.empty(words.shape[2], np.float32)
     bits = floats.view(np.uint32)
     for h in range(words.shape[0]):

@@ -86,14 +86,14 @@ def decode(reader: Reader, words: Words, reference: Words, dtype: str) -> None:
     escapes = reader.array(count, "<u2").astype(np.uint16)
     stream, low = reader.take(length), reader.array(size, "u1")
     reader.end()
-    shape, array, scales = base.shape, _scratch.array, model.scales
+    shape, array, scales, tables = base.shape, _scratch.array, model.scales, static(mantissa)
     rows, kinds, rest = array("rows", shape, np.uint16), array("kinds", shape, np.uint8), array("rest", shape, np.uint8)
     predict(base, model, dtype, rows)
     predicted_words.to_kinds(mantissa)(rows, scales, model.token, kinds)
     if (predicted_words.unpack(_whole(low), kinds, mantissa, rest) + 7) // 8 != size:
         raise ValueError("low bits do not fit the unit")
     symbols = array("symbols", shape, np.uint8)
-    rans_mixed.decode(stream, kinds, static(mantissa).slots, symbols)
+    rans_mixed.decode(stream, kinds, tables.slots, tables.coding, symbols)
     if predicted_words.to_words(mantissa)(symbols, rest, kinds, scales, model.token, escapes, rows) != count:
         raise ValueError("escapes are damaged")
     delta.spread_rows(rows, words)

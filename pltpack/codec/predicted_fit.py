@@ -39,11 +39,12 @@ def fit(rows: np.ndarray, reference: np.ndarray, dtype: str, differences: np.nda
         _subtract_bfloat(rows, reference, differences)
     else:
         with np.errstate(invalid="ignore"):
-            np.subtract(*(words.view(np.float16).astype(np.float32) for words in (rows, reference)), out=differences)
+            ours, theirs = (words.view(np.float16).astype(np.float32) for words in (rows, reference))
+            np.subtract(ours, theirs, out=differences)
         differences[~np.isfinite(differences)] = 0
     count, columns = rows.shape
     channel, offset, token = np.empty(count, np.uint8), np.empty(count, np.int8), np.zeros(columns, np.int8)
-    return Model(_fit(differences, BIAS[dtype], channel, offset, token), channel, offset, token)
+    return Model(int(_fit(differences, BIAS[dtype], channel, offset, token)), channel, offset, token)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -85,7 +86,7 @@ def _sum(line: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _fit(differences: Any, bias: int, channel: Any, offset: Any, token: Any) -> int:
+def _fit(differences: Any, bias: int, channel: Any, offset: Any, token: Any) -> Any:
     """Fill a model's arrays; its base."""
     rows, columns = differences.shape
     scales, means = np.empty(rows, np.int64), np.zeros(rows, np.float32)
@@ -128,7 +129,7 @@ def _fit(differences: Any, bias: int, channel: Any, offset: Any, token: Any) -> 
 
 
 @numba.njit(nogil=True, cache=True)
-def _quantize(scales: Any, means: Any, bias: int, channel: Any, offset: Any) -> int:
+def _quantize(scales: Any, means: Any, bias: int, channel: Any, offset: Any) -> Any:
     """Fill the channels' numbers; the base."""
     least = 1 << 20
     for r in range(scales.size):
@@ -140,6 +141,6 @@ def _quantize(scales: Any, means: Any, bias: int, channel: Any, offset: Any) -> 
         if scales[r] != _NONE:
             channel[r] = min(max(scales[r] + 2 * bias - base, 0), 255)
             # The step follows the scale, which is smaller now that the mean is taken off.
-            step = math.ldexp(1.0, ((base + np.int64(channel[r])) >> 1) - 2 - bias)
+            step = math.ldexp(1.0, ((base + int(channel[r])) >> 1) - 2 - bias)
             offset[r] = min(max(np.rint(means[r] / step), -127), 127)
     return base

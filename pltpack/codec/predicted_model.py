@@ -61,8 +61,8 @@ def _move_bfloat(rows: Any, offset: Any, channel: Any, base: int, out: Any) -> N
             for n in range(row.size):
                 line[n] = row[n]
             continue
-        exponent = ((base + np.int64(channel[r])) >> 1) - 2 - _BFLOAT_BIAS
-        add = np.float32(math.ldexp(np.float64(offset[r]), exponent))
+        exponent = ((base + int(channel[r])) >> 1) - 2 - _BFLOAT_BIAS
+        add = np.float32(math.ldexp(float(offset[r]), exponent))
         for n in range(row.size):
             bits[n] = np.uint32(row[n]) << np.uint32(16)
         for n in range(row.size):

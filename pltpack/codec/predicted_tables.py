@@ -12,7 +12,7 @@ import functools
 
 import numpy as np
 
-from pltpack.codec import rans
+from pltpack.codec import rans, rans_mixed
 
 #: Mantissa bits of the dtypes that the mode takes.
 MANTISSA = {"BF16": 7, "F16": 10}
@@ -39,7 +39,7 @@ class Static:
     coded : ndarray
         1 for symbols that have a frequency and are not the escape, else 0: uint8 ``[256 K]``.
     coding, slots : ndarray
-        For encoding and decoding: uint32 ``[K, 256]`` and ``[K, 4096]``.
+        From `pltpack.codec.rans.encode_tables` and `pltpack.codec.rans_mixed.symbols_of_slots`.
     """
 
     near: int
@@ -62,7 +62,7 @@ def static(mantissa: int) -> Static:
     freqs = np.array(near + far, dtype=np.uint16)
     coded = (freqs > 0).astype(np.uint8)
     coded[:, 0] = 0
-    return Static(len(near), freqs, coded.ravel(), rans.encode_tables(freqs), rans.decode_tables(freqs))
+    return Static(len(near), freqs, coded.ravel(), rans.encode_tables(freqs), rans_mixed.symbols_of_slots(freqs))
 
 
 def _distribution(z: np.ndarray) -> np.ndarray:

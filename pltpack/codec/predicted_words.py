@@ -184,7 +184,7 @@ def pack(rest: Any, kinds: Any, mantissa: int, out: Any) -> Any:
 @numba.njit(nogil=True, cache=True)
 def unpack(data: Any, kinds: Any, mantissa: int, rest: Any) -> Any:
     """The inverse of `pack`; the number of bits, which may be more than there are in `data`."""
-    columns, last = rest.shape[1], len(data) - 2
+    columns, last = rest.shape[1], np.int64(len(data) - 2)
     # Whole vectors, as loops over a few words take longer than over all lanes; slices would be copied byte by byte.
     size, filled = (columns + 63) // 64 * 16, (columns + 3) // 4
     low, width = np.zeros(4 * size, np.uint8), np.zeros(4 * size, np.uint8)
@@ -197,8 +197,8 @@ def unpack(data: Any, kinds: Any, mantissa: int, rest: Any) -> Any:
     for r in range(rest.shape[0]):
         _bits_of_fours(kinds[r], mantissa, width, pairs, fours)
         for n in range(filled):
-            word = min(at >> 5, last)
-            pair = np.uint64(data[word]) | np.uint64(data[word + 1]) << np.uint64(32)
+            place: Any = min(at >> 5, last)
+            pair = np.uint64(data[place]) | np.uint64(data[place + 1]) << np.uint64(32)
             parts[n] = np.uint32((pair >> np.uint64(at & 31)) & np.uint64(0xFFFFFFFF))
             at += np.int64(fours[n])
         for n in range(size):

@@ -53,13 +53,14 @@ def encode_rows(symbols: Any, kinds: Any, tables: Any, words: Any, states: Any) 
 
 
 @numba.njit(nogil=True, cache=True)
-def _decode_step(words: Any, at: Any, states: Any, tables: Any, kind: Any, row: Any, base: int, lanes: int) -> Any:
+def _decode_step(words: Any, at: Any, states: Any, slots: Any, coding: Any, kind: Any, row: Any, base: int,
+                 lanes: int) -> Any:  # fmt: skip
     for lane in range(lanes):
-        s = states[lane]
-        entry = tables[kind[base + lane], s & np.uint32(PROB_SCALE - 1)]
-        row[base + lane] = np.uint8(entry & np.uint32(0xFF))
-        freq = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) + np.uint32(1)
-        states[lane] = freq * (s >> np.uint32(PROB_BITS)) + (entry >> np.uint32(20))
+        s, table = states[lane], np.uint32(kind[base + lane])
+        slot = s & np.uint32(PROB_SCALE - 1)
+        row[base + lane] = symbol = slots[table << np.uint32(PROB_BITS) | slot]
+        entry = coding[table, symbol]
+        states[lane] = (entry & np.uint32(0xFFFF)) * (s >> np.uint32(PROB_BITS)) + slot - (entry >> np.uint32(16))
     for lane in range(lanes):
         s = states[lane]
         low = np.uint32(s < np.uint32(STATE_LOW))
@@ -69,7 +70,7 @@ def _decode_step(words: Any, at: Any, states: Any, tables: Any, kind: Any, row: 
 
 
 @numba.njit(nogil=True, cache=True)
-def decode_rows(words: Any, count: int, states: Any, tables: Any, kinds: Any, out: Any) -> Any:
+def decode_rows(words: Any, count: int, states: Any, slots: Any, coding: Any, kinds: Any, out: Any) -> Any:
     """Decode all rows.
 
     Parameters
@@ -79,8 +80,8 @@ def decode_rows(words: Any, count: int, states: Any, tables: Any, kinds: Any, ou
     count : int
     states : ndarray
         uint32 ``[32]``; read as the initial and left as the final states.
-    tables : ndarray
-        uint32 ``[K, 4096]`` from `pltpack.codec.rans.decode_tables`.
+    slots, coding : ndarray
+        From `symbols_of_slots` and `pltpack.codec.rans.encode_tables`.
     kinds, out : ndarray
         uint8 ``[R, N]``: tables, and symbols to be filled.
 
@@ -97,8 +98,8 @@ def decode_rows(words: Any, count: int, states: Any, tables: Any, kinds: Any, ou
             return -1
         row, kind = out[r], kinds[r]
         for base in range(0, whole, LANES):
-            at = _decode_step(words, at, states, tables, kind, row, base, LANES)
-        at = _decode_step(words, at, states, tables, kind, row, whole, columns - whole)
+            at = _decode_step(words, at, states, slots, coding, kind, row, base, LANES)
+        at = _decode_step(words, at, states, slots, coding, kind, row, whole, columns - whole)
     return at
 
 
@@ -127,7 +128,29 @@ def encode(symbols: np.ndarray, kinds: np.ndarray, tables: np.ndarray) -> bytes:
     return states.astype("<u4", copy=False).tobytes() + words[first:].astype("<u2", copy=False).tobytes()
 
 
-def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray, out: np.ndarray) -> None:
+def symbols_of_slots(freqs: np.ndarray) -> np.ndarray:
+    """What `decode` looks up: the symbol of each slot of each table, and room for loads of 4 bytes.
+
+    One table of all that a symbol needs (`pltpack.codec.rans.decode_tables`) would be four times as large, and in
+    nobody's cache.
+
+    Parameters
+    ----------
+    freqs : ndarray
+        uint16 ``[K, 256]``; each row sums to 4096.
+
+    Returns
+    -------
+    ndarray
+        uint8 ``[4096 K + 3]``.
+    """
+    symbols = np.tile(np.arange(256, dtype=np.uint8), len(freqs))
+    return np.concatenate([np.repeat(symbols, freqs.reshape(-1)), np.zeros(3, np.uint8)])
+
+
+def decode(
+    stream: bytes | memoryview, kinds: np.ndarray, slots: np.ndarray, coding: np.ndarray, out: np.ndarray
+) -> None:
     """Decode a stream written by `encode`.
 
     Parameters
@@ -135,8 +158,8 @@ def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray, ou
     stream : bytes-like
     kinds : ndarray
         uint8 ``[R, N]``, C-contiguous, all below K.
-    tables : ndarray
-        uint32 ``[K, 4096]`` from `pltpack.codec.rans.decode_tables`.
+    slots, coding : ndarray
+        From `symbols_of_slots` and `pltpack.codec.rans.encode_tables`.
     out : ndarray
         uint8 ``[R, N]``, C-contiguous, to be filled with the symbols.
 
@@ -153,5 +176,5 @@ def decode(stream: bytes | memoryview, kinds: np.ndarray, tables: np.ndarray, ou
     words[count:] = 0
     words[:count] = data[HEADER_BYTES:].view("<u2")
     states = data[:HEADER_BYTES].view("<u4").astype(np.uint32)
-    if _DECODE_ROWS(words, count, states, tables, kinds, out) != count or (states != STATE_LOW).any():
+    if _DECODE_ROWS(words, count, states, slots, coding, kinds, out) != count or (states != STATE_LOW).any():
         raise ValueError("rANS stream is damaged")

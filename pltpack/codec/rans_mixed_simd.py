@@ -12,26 +12,38 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from pltpack.codec.rans_ops import I8, I16, I64, Avx2, Avx512, for_each_step, load_states, store_states
+from pltpack.codec.rans_scalar import PROB_BITS
 from pltpack.codec.rans_simd import decode_step, next_state
 
 # Partly annotated, depending on the version of numba.
 cgutils: Any = _cgutils
 
 
-def _emit_decode(ops: Avx512, words: Any, tables: Any, states: Any, row: Any, kinds: Any, columns: Any) -> Any:
+def _emit_decode(ops: Avx512, words: Any, slots: Any, states: Any, row: Any, kinds: Any, columns: Any,
+                 coding: Any) -> Any:  # fmt: skip
     """Emit the decoding of one row; gives the number of bytes read."""
+    builder = ops.builder
     lanes = load_states(ops, states)
-    position = cgutils.alloca_once_value(ops.builder, ir.Constant(I64, 0))
+    position = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
+
+    def look_up(slot: Any, target: Any, inside: Any) -> tuple[Any, Any, Any]:
+        kind = ops.load(kinds, target, I8, inside)
+        index = builder.or_(builder.shl(kind, ops.splat(PROB_BITS)), slot)
+        symbol = builder.and_(ops.gather(slots, index, 1), ops.splat(0xFF))
+        entry = ops.gather(coding, builder.or_(builder.shl(kind, ops.splat(8)), symbol))
+        place = builder.sub(slot, builder.lshr(entry, ops.splat(16)))
+        return symbol, builder.and_(entry, ops.splat(0xFFFF)), place
 
     def step(column: Any, active: Any) -> None:
-        decode_step(ops, words, tables, lanes, position, row, column, active, kinds)
+        decode_step(ops, words, lanes, position, row, column, active, look_up)
 
-    for_each_step(ops.builder, columns, False, step)
+    for_each_step(builder, columns, False, step)
     store_states(ops, states, lanes)
-    return ops.builder.load(position)
+    return builder.load(position)
 
 
-def _emit_encode(ops: Avx512, words: Any, tables: Any, states: Any, row: Any, kinds: Any, columns: Any) -> Any:
+def _emit_encode(ops: Avx512, words: Any, tables: Any, states: Any, row: Any, kinds: Any, columns: Any,
+                 _: Any) -> Any:  # fmt: skip
     """Emit the coding of one row downwards from `words`; gives the number of bytes written."""
     builder = ops.builder
     lanes = load_states(ops, states)
@@ -65,16 +77,18 @@ def _emit_encode(ops: Avx512, words: Any, tables: Any, states: Any, row: Any, ki
 
 
 def _row_intrinsic(make_ops: Any, emit: Any) -> Any:
-    """Make the numba function ``row(words, byte, tables, states, symbols, kinds, item, columns) -> bytes``.
+    """Make the numba function ``row(words, byte, tables, states, symbols, kinds, item, columns, more) -> bytes``.
 
-    `byte` is where the words begin, or end, and `item` where the row does. Arrays are C-contiguous; nothing is checked.
+    `byte` is where the words begin, or end, and `item` where the row does; `more` is another table. Arrays are
+    C-contiguous; nothing is checked.
     """
 
     @intrinsic
     def row(
-        typing: Any, words: Any, start: Any, tables: Any, states: Any, symbols: Any, kinds: Any, item: Any, columns: Any
-    ) -> Any:
-        signature = types.int64(words, types.int64, tables, states, symbols, kinds, types.int64, types.int64)
+        typing: Any, words: Any, start: Any, tables: Any, states: Any, symbols: Any, kinds: Any, item: Any,
+        columns: Any, more: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.int64(words, types.int64, tables, states, symbols, kinds, types.int64, types.int64, more)
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             def data(array: int, offset: Any) -> Any:
@@ -83,7 +97,7 @@ def _row_intrinsic(make_ops: Any, emit: Any) -> Any:
 
             zero = ir.Constant(I64, 0)
             arguments = data(0, values[1]), data(2, zero), data(3, zero), data(4, values[6]), data(5, values[6])
-            return emit(make_ops(builder), *arguments, values[7])
+            return emit(make_ops(builder), *arguments, values[7], data(8, zero))
 
         return signature, generate
 
@@ -101,29 +115,29 @@ def encode_rows_avx512(symbols: Any, kinds: Any, tables: Any, words: Any, states
     rows, columns = symbols.shape
     end = np.int64(2 * words.size)
     for r in range(rows - 1, -1, -1):
-        end -= _encode_row_avx512(words, end, tables, states, symbols, kinds, r * columns, columns)
+        end -= _encode_row_avx512(words, end, tables, states, symbols, kinds, r * columns, columns, tables)
     return end // 2
 
 
 @numba.njit(nogil=True, cache=True)
-def decode_rows_avx512(words: Any, count: int, states: Any, tables: Any, kinds: Any, out: Any) -> Any:
+def decode_rows_avx512(words: Any, count: int, states: Any, slots: Any, coding: Any, kinds: Any, out: Any) -> Any:
     """See `pltpack.codec.rans_mixed.decode_rows`."""
     rows, columns = out.shape
     at = np.int64(0)
     for r in range(rows):
         if at > count:
             return -1
-        at += _decode_row_avx512(words, 2 * at, tables, states, out, kinds, r * columns, columns) // 2
+        at += _decode_row_avx512(words, 2 * at, slots, states, out, kinds, r * columns, columns, coding) // 2
     return at
 
 
 @numba.njit(nogil=True, cache=True)
-def decode_rows_avx2(words: Any, count: int, states: Any, tables: Any, kinds: Any, out: Any) -> Any:
+def decode_rows_avx2(words: Any, count: int, states: Any, slots: Any, coding: Any, kinds: Any, out: Any) -> Any:
     """See `pltpack.codec.rans_mixed.decode_rows`."""
     rows, columns = out.shape
     at = np.int64(0)
     for r in range(rows):
         if at > count:
             return -1
-        at += _decode_row_avx2(words, 2 * at, tables, states, out, kinds, r * columns, columns) // 2
+        at += _decode_row_avx2(words, 2 * at, slots, states, out, kinds, r * columns, columns, coding) // 2
     return at

@@ -60,11 +60,11 @@ class Avx512:
             name = f"llvm.masked.store.v{self.width}i{element.width}.p0"
             self.call(name, ir.VoidType(), value, target, ir.Constant(I32, 1), mask)
 
-    def gather(self, table: Any, index: Any) -> Any:
-        """Items of a table of 32-bit integers."""
+    def gather(self, table: Any, index: Any, step: int = 4) -> Any:
+        """Items of a table of 32-bit integers, one every `step` bytes."""
         every = ir.Constant(ir.VectorType(I1, self.width), [1] * self.width)
         name = "llvm.x86.avx512.mask.gather.dpi.512"
-        return self.call(name, self.lanes, self.splat(0), table, index, every, ir.Constant(I32, 4))
+        return self.call(name, self.lanes, self.splat(0), table, index, every, ir.Constant(I32, step))
 
     def expand(self, words: Any, mask: Any) -> Any:
         """Give the first words to the lanes in `mask`, in lane order; other lanes are undefined."""
@@ -97,10 +97,10 @@ class Avx2(Avx512):
 
     width = 8
 
-    def gather(self, table: Any, index: Any) -> Any:
+    def gather(self, table: Any, index: Any, step: int = 4) -> Any:
         """See `Avx512.gather`."""
         name = "llvm.x86.avx2.gather.d.d.256"
-        return self.call(name, self.lanes, self.splat(0), table, index, self.splat(-1), ir.Constant(I8, 4))
+        return self.call(name, self.lanes, self.splat(0), table, index, self.splat(-1), ir.Constant(I8, step))
 
     def expand(self, words: Any, mask: Any) -> Any:
         """See `Avx512.expand`."""

@@ -40,11 +40,23 @@ def kernels() -> list[str]:
     return [name for name, needs in _NEEDS.items() if all(f"+{need}" in enabled for need in needs)]
 
 
-def decode_step(ops: Avx512, words: Any, tables: Any, lanes: list[Any], position: Any, row: Any, column: Any,
-                active: Any, kinds: Any = None) -> None:  # fmt: skip
+def one_table(ops: Avx512, table: Any) -> Any:
+    """How `decode_step` looks up symbols of one table from `pltpack.codec.rans.decode_tables`."""
+    builder = ops.builder
+
+    def look_up(slot: Any, target: Any, inside: Any) -> tuple[Any, Any, Any]:
+        entry = ops.gather(table, slot)
+        freq = builder.add(builder.and_(builder.lshr(entry, ops.splat(8)), ops.splat(0xFFF)), ops.splat(1))
+        return entry, freq, builder.lshr(entry, ops.splat(20))
+
+    return look_up
+
+
+def decode_step(ops: Avx512, words: Any, lanes: list[Any], position: Any, row: Any, column: Any, active: Any,
+                look_up: Any) -> None:  # fmt: skip
     """Emit one step: 32 symbols of a row to `row`, from the states in `lanes` and the words from `position` on.
 
-    `tables` is the row's table or, with `kinds`, all tables, of which those say each symbol's.
+    `look_up` gives symbols, their frequencies and places among their slots from slots, columns and a mask of lanes.
     """
     builder = ops.builder
     for number, slot in enumerate(lanes):
@@ -52,15 +64,9 @@ def decode_step(ops: Avx512, words: Any, tables: Any, lanes: list[Any], position
         inside = None if active is None else ops.first_lanes(active, first)
         target = builder.add(column, ir.Constant(I64, first))
         old = builder.load(slot)
-        place = builder.and_(old, ops.splat(PROB_SCALE - 1))
-        if kinds is not None:
-            place = builder.or_(builder.shl(ops.load(kinds, target, I8, inside), ops.splat(PROB_BITS)), place)
-        entry = ops.gather(tables, place)
-        ops.store(entry, row, target, I8, inside)
-        freq = builder.add(builder.and_(builder.lshr(entry, ops.splat(8)), ops.splat(0xFFF)), ops.splat(1))
-        new = builder.add(
-            builder.mul(freq, builder.lshr(old, ops.splat(PROB_BITS))), builder.lshr(entry, ops.splat(20))
-        )
+        symbol, freq, place = look_up(builder.and_(old, ops.splat(PROB_SCALE - 1)), target, inside)
+        ops.store(symbol, row, target, I8, inside)
+        new = builder.add(builder.mul(freq, builder.lshr(old, ops.splat(PROB_BITS))), place)
         low = builder.icmp_unsigned("<", new, ops.splat(STATE_LOW))
         if inside is not None:
             low = builder.and_(low, inside)
@@ -78,7 +84,7 @@ def _emit_decode(ops: Avx512, words: Any, table: Any, states: Any, row: Any, col
     position = cgutils.alloca_once_value(ops.builder, ir.Constant(I64, 0))
 
     def step(column: Any, active: Any) -> None:
-        decode_step(ops, words, table, lanes, position, row, column, active)
+        decode_step(ops, words, lanes, position, row, column, active, one_table(ops, table))
 
     for_each_step(ops.builder, columns, False, step)
     store_states(ops, states, lanes)
@@ -221,7 +227,7 @@ def _rows_intrinsic(make_ops: Any, streams: int) -> Any:
 
         def step(column: Any, active: Any) -> None:
             for (words, table, line), slots, position in zip(found, lanes, at, strict=True):
-                decode_step(ops, words, table, slots, position, line, column, active)
+                decode_step(ops, words, slots, position, line, column, active, one_table(ops, table))
 
         for_each_step(builder, columns, False, step)
         builder.store(builder.add(here, one), row)
