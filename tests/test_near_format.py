@@ -236,14 +236,16 @@ class TestMovedKeys:
         assert rotation is not None
         bits = rng.integers(0, 1 << 16, (2, tokens + 9, 12), np.uint16)
         keys = bits.view(DTYPES["BF16"])[:, 4 : 4 + tokens]
-        wide = keys.astype(np.float32)
+        wide, elsewhere = keys.astype(np.float32), np.empty_like(keys)
         position, target = (int(n) for n in rng.integers(0, 1 << 20, 2))
+        moving.move(keys, rotation, position, target, elsewhere)
         moving.move(keys, rotation, position, target)
         moving.move(wide, rotation, position, target)
         with np.errstate(over="ignore"):
             limit = np.float32(ml_dtypes.finfo(keys.dtype).max)
             wanted = np.clip(wide, -limit, limit).astype(keys.dtype)
         assert np.array_equal(words(keys), words(wanted))
+        assert np.array_equal(words(elsewhere), words(wanted))
 
     def test_what_is_not_finite_becomes_zero(self):
         keys = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)

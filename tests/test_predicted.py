@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pltpack.codec import delta, predicted, rans, rans_mixed
+from pltpack.codec import delta, predicted, predicted_words, rans, rans_mixed
 from pltpack.codec.base import Unit
 from pltpack.codec.lossless import DENSE, PREDICTED, SAME, LosslessCodec
 from pltpack.codec.payload import Reader
@@ -166,6 +166,34 @@ def test_all_loops_write_and_read_the_same_bytes():
             assert decode(padded, count, states, tables.slots, tables.coding, kinds, out) == count
             np.testing.assert_array_equal(out, symbols)
             assert (states == STATE_LOW).all()
+
+
+@pytest.mark.parametrize("mantissa", sorted(MANTISSA.values()))
+@pytest.mark.parametrize("columns", [1, 3, 64, 70])
+def test_low_bits_stand_one_behind_the_other(mantissa, columns):
+    rng = np.random.default_rng(columns)
+    kinds = rng.integers(0, len(static(mantissa).freqs), (5, columns)).astype(np.uint8)
+    near, far = [max(table // 2 - 8, 0) for table in range(static(mantissa).near)], mantissa - 3
+    widths = np.array([near[k] if k < len(near) else far for k in kinds.ravel()])
+    rest = (rng.integers(0, 256, kinds.shape) & ((1 << widths.reshape(kinds.shape)) - 1)).astype(np.uint8)
+    bits = [value >> i & 1 for value, width in zip(rest.ravel().tolist(), widths, strict=True) for i in range(width)]
+    packed, again = np.empty(kinds.size // 4 + 8, np.uint32), np.empty_like(rest)
+    assert predicted_words.pack(rest, kinds, mantissa, packed) == len(bits)
+    wanted = np.packbits(np.array(bits, np.uint8), bitorder="little")
+    assert packed.astype("<u4").tobytes()[: len(wanted)] == wanted.tobytes()
+    assert predicted_words.unpack(packed, kinds, mantissa, again) == len(bits)
+    np.testing.assert_array_equal(again, rest)
+    # What is cut short is read as what stands at its end, and no further.
+    assert predicted_words.unpack(packed[:2].copy(), kinds, mantissa, again) == len(bits)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40))
+@settings(max_examples=10, deadline=None)
+def test_differences_are_folded_as_the_specification_says(seed, columns):
+    ours, theirs = np.random.default_rng(seed).integers(0, 1 << 16, (2, 3, columns), np.uint16)
+    folded = delta.fold(ours, theirs)
+    delta.fold_in_place(ours, theirs)
+    np.testing.assert_array_equal(ours, folded)
 
 
 # --- the codec -----------------------------------------------------------------------------------------------------

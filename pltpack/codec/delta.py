@@ -189,8 +189,8 @@ def spread_rows(rows: np.ndarray, words: Words) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _fold_pairs(rows: Any, reference: Any) -> None:
-    """As `fold`, for words of 16 bits, in place."""
+def fold_in_place(rows: Any, reference: Any) -> None:
+    """As `fold`, for rows ``[R, N]`` of words of 16 bits, in place."""
     for r in range(rows.shape[0]):
         row, base = rows[r], reference[r]
         for n in range(row.size):
@@ -215,7 +215,7 @@ def encode_dense(words: Words, reference: Words) -> bytes:
     """The dense body."""
     rows, base = channel_rows(words), channel_rows(reference)
     if rows.dtype == np.uint16:
-        _fold_pairs(rows, base)
+        fold_in_place(rows, base)
         folded = rows
     else:
         folded = fold(rows, base)
