@@ -83,7 +83,7 @@ class TransformCodec(Codec):
         self._config = {"step": step, "target_kl": target_kl, "target_bits": target_bits}
         for name, value in self.get_config().items():
             if not 1e-6 <= value <= 1e6:
-                raise ValueError(f"{name.replace('_', ' ')} of {value:g} is out of range (1e-06 to 1e+06)")
+                raise ValueError(f"transform: {name.replace('_', ' ')} of {value:g} is out of range (1e-06 to 1e+06)")
         self._log_step = rate.log_of(DEFAULT_STEP if step is None else step)
         self._classes: np.ndarray | None = None
         self._shifts: dict[int, np.ndarray] = {}
