@@ -81,9 +81,9 @@ class RayEngine:
             return self._ray.get(reference)
         except errors.RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, ImportError):
-                raise EngineError(f"a worker cannot import what it needs ({cause}): install pltpack on all machines"
-                                  ) from error  # fmt: skip
+            if isinstance(cause, ImportError | errors.RayError):
+                raise EngineError(f"a worker could not begin ({_first_line(cause)}): install pltpack and its extras "
+                                  "on all machines") from error  # fmt: skip
             if isinstance(cause, PltpackError | MemoryError):
                 raise cause from None
             raise
