@@ -345,7 +345,7 @@ def test_the_real_model_catches_what_is_planted(model_dir, real_dumps, tmp_path)
     from pltpack.quality.probes import read_continuations
 
     profile = tmp_path / "p.safetensors"
-    calibrate(model_dir, ROOT / "fixtures" / "sessions.json", profile, tokens=2048, window=512, profile_rank=128)
+    calibrate(model_dir, ROOT / "fixtures" / "sessions.json", profile, tokens=1024, window=256, profile_rank=64)
     model = load_model(model_dir)
     texts = read_continuations(real_dumps.parent / "continuations.safetensors")
     ordinary = [s for s in pltpack.open_dumps([real_dumps]) if s.session in ("frost", "battery-code")]
@@ -367,4 +367,5 @@ def test_the_real_model_catches_what_is_planted(model_dir, real_dumps, tmp_path)
         assert record.last.reason == HOLDS
     pltpack.compress(sessions, tmp_path / "b", quality="small", profile=profile, guard=ProfileGuard())
     without = records(tmp_path / "b")
-    assert without["planted-times-50"].kept == LAST and without["planted-greek"].kept != "small"
+    assert without["planted-times-50"].kept == LAST
+    assert without["planted-greek"].kept != "small" and without["planted-altered-weights"].kept != "small"
