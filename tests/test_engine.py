@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from pathlib import Path
 
 import near_common
@@ -14,7 +15,7 @@ import pltpack
 from pltpack.archive import distributed, distributed_worker
 from pltpack.archive.engine import open_engine
 from pltpack.dumps.reopened import DumpFile
-from pltpack.errors import DumpError, PltpackError, UnsupportedError
+from pltpack.errors import DumpError, EngineError, PltpackError, UnsupportedError
 from pltpack.quality import passes
 from pltpack.snapshot import Snapshot
 
@@ -174,3 +175,12 @@ def test_engines_have_names() -> None:
         pass
     with open_engine() as engine:
         assert engine is None
+
+
+def test_a_cluster_that_does_not_answer() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(EngineError, match=f"no Ray cluster can be reached at 127.0.0.1:{port}"):
+        with open_engine("ray", f"127.0.0.1:{port}"):
+            pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from pltpack.errors import EngineError, PltpackError, UnsupportedError
 
 #: Times that a call is made again after its worker or its machine died.
 RETRIES = 8
+_CONNECT_SECONDS = 10
 
 Out = TypeVar("Out")
 
@@ -42,6 +44,7 @@ class RayEngine:
         self._ray: Any = ray
         self._started = not ray.is_initialized()
         if self._started:
+            _check_answers(address or os.environ.get("RAY_ADDRESS"))
             try:
                 ray.init(address=address, include_dashboard=None if address else False, log_to_driver=False,
                          logging_level="ERROR", configure_logging=False)  # fmt: skip
@@ -90,6 +93,17 @@ class RayEngine:
         except errors.RayError as error:
             raise EngineError(f"workers failed {RETRIES + 1} times ({type(error).__name__}: {_first_line(error)})"
                               ) from error  # fmt: skip
+
+
+def _check_answers(address: str | None) -> None:
+    """Refuse an address at which nothing answers: Ray itself would try for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(f"no Ray cluster can be reached at {address} ({error})") from None
 
 
 def _called(version: str, work: Callable[..., Out], *arguments: Any) -> Out:
