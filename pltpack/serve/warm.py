@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from pltpack.archive.reader import Archive
     from pltpack.serve.cache import WarmCache
     from pltpack.serve.loader import Loader
+
+#: Tokens of a prompt's rest up to which the model's pass is shorter than the load that it goes along with.
+_FEW = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +166,19 @@ def check_model(model: Any, identity: Identity) -> None:
             raise IdentityError(f"identity field 'rope' differs: theta {claimed} against {theta} of the model")
 
 
+@contextlib.contextmanager
+def _beside_decoding() -> Iterator[None]:
+    """Leave half of the cores to what decodes: a matrix product that waits for a core holds all its threads up."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(threads, (os.cpu_count() or 1) // 2)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _generate(model: Any, ids: np.ndarray, cache: Any, most: int, ends: int | Iterable[int] | None, begin: float,
               miss: str | None) -> WarmStart:  # fmt: skip
     import torch
@@ -173,9 +190,11 @@ def _generate(model: Any, ids: np.ndarray, cache: Any, most: int, ends: int | It
     batch = torch.as_tensor(ids[known:].astype(np.int64), device=model.device)[None]
     tokens: list[int] = []
     times = [begin]
+    loading = known > 0 and model.device.type == "cpu" and batch.shape[1] <= _FEW
     with torch.no_grad():
         while len(tokens) < most and not (tokens and tokens[-1] in stops):
-            logits = model(batch, cache=cache, use_cache=True, logits_to_keep=1).logits
+            with _beside_decoding() if loading and not tokens else contextlib.nullcontext():
+                logits = model(batch, cache=cache, use_cache=True, logits_to_keep=1).logits
             tokens.append(int(logits[0, -1].argmax()))
             times.append(time.perf_counter())
             batch = batch.new_tensor([[tokens[-1]]])
