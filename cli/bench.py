@@ -8,7 +8,16 @@ from typing import Any
 import click
 
 from pltpack_cli.live import live_steps
-from pltpack_cli.options import PATH, Span, archive_argument, json_option, profile_option, quiet_option
+from pltpack_cli.options import (
+    PATH,
+    PLACE,
+    Span,
+    archive_argument,
+    json_option,
+    key_option,
+    profile_option,
+    quiet_option,
+)
 from pltpack_cli.output import count, number, plain, print_json, print_rows, size
 
 
@@ -53,7 +62,8 @@ def _print_trie(result: dict[str, Any]) -> None:
 
 
 @bench.command(short_help="The loader: time to first token, cold and warm.")
-@click.argument("archives", metavar="ARCHIVE...", type=PATH, nargs=-1, required=True)
+@click.argument("archives", metavar="ARCHIVE...", type=PLACE, nargs=-1, required=True)
+@key_option
 @click.option("--model", "folder", type=PATH, required=True, metavar="DIR", help="Transformers model of the caches.")
 @click.option("--session", metavar="ID", help="The session to start from. [default: the longest]")
 @click.option("--depth", "depths", type=Span(), default="1:8", show_default=True, metavar="A:B",

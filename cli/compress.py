@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pltpack_cli.guard import guard_options
 from pltpack_cli.identities import known_identity
@@ -88,6 +89,9 @@ def compress(
     """
     import pltpack
 
+    given = click.get_current_context().get_parameter_source("key_file")
+    if given is ParameterSource.COMMANDLINE and not encrypt:
+        raise click.UsageError("--key-file needs --encrypt: nothing would be encrypted")
     if _needs_model(quality, model, with_model, predictor):
         _refuse(profile=profile, external_profile=external_profile, target_kl=target_kl, target_bits=target_bits,
                 target_bytes=target_bytes, library_budget=library_budget, guard=guard,
@@ -99,7 +103,7 @@ def compress(
             stats = recompute.compress(
                 dumps, output, model, quality=str(quality), with_model=with_model, predictor=predictor, block=block,
                 format=format_, tokens=tokens, options=from_options, identity=known_identity(model, known),
-                progress=progress,
+                encrypt=encrypt, progress=progress,
             )  # fmt: skip
         print_json(stats) if as_json else print_stats(stats, output)
         return

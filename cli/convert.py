@@ -11,9 +11,11 @@ from pltpack_cli.options import (
     FORMAT,
     IDENTITY_FIELDS,
     PATH,
+    PLACE,
     archive_argument,
     dump_options,
     json_option,
+    key_option,
     profile_option,
     write_options,
 )  # fmt: skip
@@ -27,7 +29,8 @@ _accept_unknown = click.option(
 
 
 @click.command(short_help="Dumps or an archive in another format.")
-@click.argument("source", metavar="SRC", type=PATH)
+@click.argument("source", metavar="SRC", type=PLACE)
+@key_option
 @click.argument("output", metavar="DST", type=PATH)
 @click.option("--to", type=FORMAT, required=True, help="Format to write.")
 @write_options
@@ -41,7 +44,7 @@ def convert(
     accept_unknown: tuple[str, ...], sessions: tuple[str, ...], format_: str | None, tokens: Path | None,
     from_options: dict[str, str], model: Path | None, known: Path | None, profile: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write SRC (a dump, a folder of dumps, or an archive) to the new folder DST in another format.
+    """Write SRC (a dump, a folder of dumps, or an archive, which may be a URL) to the new folder DST in another format.
 
     Keys are brought into the order of channels that the engine's RoPE pairs, exactly; where the identity does not tell
     how, or the caches are not of the model named by --for, this exits with 2 and says which field it is.

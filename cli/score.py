@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pltpack_cli.options import FORMAT, PATH, json_option, no_dedup_option
+from pltpack_cli.options import FORMAT, PATH, PLACE, json_option, key_option, no_dedup_option
 from pltpack_cli.output import count, plain, print_json
 from pltpack_cli.progress import progress_bars
 
@@ -29,8 +29,9 @@ BASELINE_TIERS = ("lossless", "q4", "q3", "q2", "q1", "turboquant-4", "turboquan
 @click.option("--original", "originals", multiple=True, required=True, type=PATH, metavar="DUMP",
               help="The caches as they were, a file or a folder; more DUMPs may follow.")  # fmt: skip
 @click.argument("more", metavar="", type=PATH, nargs=-1)
-@click.option("--archive", "archives", multiple=True, type=PATH, metavar="ARCHIVE",
+@click.option("--archive", "archives", multiple=True, type=PLACE, metavar="ARCHIVE",
               help="An archive of them; may be repeated.")  # fmt: skip
+@key_option
 @click.option("--tiers", metavar="TIER,...", help="Also compress the originals with these tiers, and score that.")
 @click.option("--profile", type=PATH, metavar="FILE",
               help="Profile for those of --tiers that take one, and of archives that refer to it.")  # fmt: skip

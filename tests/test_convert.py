@@ -98,3 +98,29 @@ def test_from_the_command_line(tmp_path, model):
         assert not out.exists()
     done = run("convert", archive, out, "--to", "mlx", "--to-option", "colour=red")
     assert done.exit_code == 2 and "has no option 'colour'" in done.stderr
+
+
+def test_an_archive_may_be_a_url(tmp_path, model):
+    file = unpacked("llama-f16.bin", tmp_path)
+    arguments = ["--quality", "lossless", "--model", model, "--from-option", "arch=llama"]
+    assert run("compress", file, "-o", tmp_path / "a", *arguments).exit_code == 0
+    assert run("convert", f"file://{tmp_path}/a", tmp_path / "back", "--to", "llama.cpp").exit_code == 0
+    assert (tmp_path / "back" / "llama-f16.bin").read_bytes() == file.read_bytes()
+    done = run("convert", "memory://nothing-is-here", tmp_path / "b", "--to", "llama.cpp")
+    assert done.exit_code == 2 and "memory://nothing-is-here: not an archive" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "to, message",
+    [
+        ("sglang-hicache", "--to-option page=N"),
+        ("vllm-offload", "--to-option layout"),
+        ("vllm-example", "keys as long as values"),
+    ],
+)
+def test_what_a_writer_needs_is_said_as_its_own_option(tmp_path, to, message):
+    from archives import session
+
+    pltpack.compress([session("s", range(40))], tmp_path / "a", quality="lossless")
+    done = run("convert", tmp_path / "a", tmp_path / "b", "--to", to)
+    assert done.exit_code == 2 and message in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import shutil
@@ -122,6 +123,21 @@ def test_the_command_line(dumps: Path, tmp_path: Path):
     assert run("verify", tmp_path / "a").exit_code == 2
     done("verify", tmp_path / "a", "--key-file", key, "--against", dumps)
     done("decompress", tmp_path / "a", "-o", tmp_path / "out", "--key-file", key)
+    done("convert", tmp_path / "a", tmp_path / "converted", "--to", "transformers", "--key-file", key)
+    forgotten = run("compress", dumps, "-o", tmp_path / "b", "--quality", "q4", "--key-file", key)
+    assert forgotten.exit_code == 2 and "--encrypt" in forgotten.output and not (tmp_path / "b").exists()
+    for command in (("bench", "loader"), ("score",)):
+        assert "--key-file" in done(*command, "--help")
+
+
+def test_a_wrong_key_for_an_exported_session_names_its_file(whole: Path, tmp_path: Path):
+    with using_key(KEY):
+        pltpack.export_session(whole, "c", tmp_path / "c.session")
+    for key in (None, OTHER):
+        with using_key(key) if key else contextlib.nullcontext(), pytest.raises(EncryptionError) as error:
+            pltpack.import_session(tmp_path / "new", tmp_path / "c.session")
+        assert error.value.path == str(tmp_path / "c.session")
+    assert not (tmp_path / "new").exists()
 
 
 def test_no_nonce_is_used_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -158,3 +158,13 @@ def test_any_order_of_passages_stays_exact(tmp_path_factory, plans, random):
     for each in sessions[1:]:
         pltpack.append(path, [each])
     check(path, sessions, "lossless")
+
+
+@pytest.mark.parametrize("quality", ["q4", "q2", "q1", "near"])
+def test_a_session_that_is_not_near_enough_keeps_its_own_values(tmp_path, profile, quality):
+    first, other = session("first", passage(1, 300)), session("other", passage(1, 300), seed=1, context=0.6)
+    pltpack.compress([first], tmp_path / "a", **given_to(quality, profile))
+    pltpack.append(tmp_path / "a", [other])
+    pltpack.compress([other], tmp_path / "b", **given_to(quality, profile))
+    with pltpack.open(tmp_path / "a") as archive, pltpack.open(tmp_path / "b") as alone:
+        assert relative_error(other, archive.read("other")) < 1.1 * relative_error(other, alone.read("other"))

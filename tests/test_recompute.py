@@ -398,3 +398,32 @@ def test_from_the_command_line(snapshots, tiny: Path, tmp_path: Path) -> None:
 def test_models_do_not_make_caches_of_other_shapes(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match="'layers"):
         written([session("one", range(20))], tmp_path / "a", tiny)
+
+
+@pytest.mark.parametrize("quality", ["recompute", "lossless+model"])
+def test_an_encrypted_archive_tells_nothing_and_gives_everything_back(
+    snapshots, tiny: Path, tmp_path: Path, quality: str
+) -> None:
+    pytest.importorskip("cryptography")
+    from pltpack.archive.extract import verify
+    from pltpack.errors import EncryptionError
+    from pltpack.format.sealing import using_key
+    from pltpack.quality import recompute
+
+    archive = tmp_path / "a"
+    with using_key(bytes(range(32))):
+        written(snapshots[:2], archive, tiny, quality=quality, encrypt=True)
+        recompute.append(archive, snapshots[2:], tiny)
+        pltpack.compact(archive)
+        found = rebuilt(archive, tiny)
+        assert all(equal_bits(found[snapshot.session], snapshot) for snapshot in snapshots)
+        verify(archive)
+        pltpack.export_session(archive, "two", tmp_path / "two")
+        pltpack.import_session(tmp_path / "b", tmp_path / "two")
+        assert equal_bits(rebuilt(tmp_path / "b", tiny)["two"], snapshots[1])
+    for file in (path for path in archive.rglob("*") if path.is_file()):
+        data = file.read_bytes()
+        assert not any(word in data for word in (b"recompute", b"bfloat16", b'"two"', b"rope"))
+        assert not file.name.startswith(("one", "two", "three"))
+    with pytest.raises(EncryptionError):
+        pltpack.open(archive)

@@ -218,6 +218,9 @@ def test_memory_and_files(tmp_path: Path):
 def test_where_no_conditional_write_is_known_nothing_is_written(tmp_path: Path):
     url = f"dir::file://{tmp_path}"
     assert isinstance(located("s3://b/k/"), Url) and str(located("s3://b/k/") / "x") == "s3://b/k/x"
+    for nothing in ("s3://", "memory:///", "file://"):
+        with pytest.raises(UnsupportedError, match="names no archive"):
+            located(nothing)
     with pytest.raises(UnsupportedError, match="conditional write"):
         pltpack.compress([session("a", ids(22))], "http://127.0.0.1:9/a")
     with pytest.raises(UnsupportedError):

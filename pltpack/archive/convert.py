@@ -15,6 +15,8 @@ from pltpack.errors import DumpError, NotFoundError
 from pltpack.format import durable
 from pltpack.format.manifest import NAME
 from pltpack.snapshot import Identity, Snapshot
+from pltpack.store import Store
+from pltpack.store.location import located
 
 PathLike = str | os.PathLike[str]
 
@@ -61,7 +63,7 @@ def _parameters(identity: Identity) -> Mapping[str, Any] | None:
 
 
 def convert(
-    source: PathLike,
+    source: PathLike | Store,
     out: PathLike,
     *,
     to: str,
@@ -80,8 +82,10 @@ def convert(
 
     Parameters
     ----------
-    source, out : path-like
-        `out` must not exist, or be an empty folder.
+    source : path-like or Store
+        A URL is an archive.
+    out : path-like
+        Must not exist, or be an empty folder.
     to, to_options
         Format to write, and its settings.
     sessions : sequence of str, optional
@@ -107,12 +111,13 @@ def convert(
     from pltpack.archive.extract import decompress
     from pltpack.store.folders import named_after, workplace
 
-    if (Path(source) / NAME).is_file():
+    place = source if isinstance(source, Store) else located(source)
+    if not isinstance(place, Path) or (place / NAME).is_file():
         return decompress(source, out, to=to, options=to_options, target=target, sessions=sessions,
                           accept_unknown=accept_unknown, profile=profile, progress=progress)  # fmt: skip
-    place = durable.output_folder(out)
+    target_folder = durable.output_folder(out)
     preferred = {"quantized": "integers"}
-    found = list(open_dumps(source, format=format, tokens=tokens, options=options, preferred=preferred,
+    found = list(open_dumps(place, format=format, tokens=tokens, options=options, preferred=preferred,
                             identity=identity))  # fmt: skip
     chosen = _chosen(found, sessions)
     for snapshot in chosen:
@@ -120,10 +125,10 @@ def convert(
             check_rotation(snapshot)
         if target is not None:
             check_target(snapshot.identity, target, accept_unknown, snapshot.origin)
-    with workplace(place) as folder, named_after(Path(out), folder / "dump"):
+    with workplace(target_folder) as folder, named_after(Path(out), folder / "dump"):
         temp = folder / "dump"
         written = write_dump(chosen, temp, to, to_options)
-        durable.publish_folder(temp, place)
+        durable.publish_folder(temp, target_folder)
     return [Path(out) / path.relative_to(temp) for path in written]
 
 

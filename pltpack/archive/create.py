@@ -156,7 +156,7 @@ def compress(
         snapshots = snapshots_of(dumps, format, tokens, options, identity, integers, workers)
         _check_profile(of, snapshots[0])
         with store.creating() as writing:
-            writing.seal = _new_seal(store) if encrypt else None
+            writing.seal = new_seal(store) if encrypt else None
             report = _add(writing, None, settings, snapshots, guard, external_profile, progress or quiet)
     with Archive(store, profile=external_profile) as archive:
         return {**archive.stats(), **report}
@@ -232,7 +232,8 @@ def _add(
     return writer.report
 
 
-def _new_seal(store: Store) -> Seal:
+def new_seal(store: Store) -> Seal:
+    """With what a new archive is encrypted; `EncryptionError` if no key is given."""
     key = store.secret()
     if key is None:
         raise EncryptionError(f"no key to encrypt with is given (--key-file, {FILE_VARIABLE} or {KEY_VARIABLE})")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pltpack.archive.encoding import UnitJob, split
+from pltpack.archive.encoding import UnitJob, relative_error, split
 from pltpack.archive.library import Library
 from pltpack.archive.mapped import References, mapped_units
 from pltpack.archive.sampling import TokenRange
@@ -22,8 +22,9 @@ from pltpack.snapshot import Snapshot
 #: Per token, layer and kind, two captures of equal tokens may differ by this much (norm of difference over norm) and
 #: still count as one cache seen through kernel noise.
 KERNEL_NOISE = 0.05
-#: Where only the decoded centroid is left to compare with, a token may be this many times the unit's own error away.
-ERROR_SPREAD = 4.0
+#: Where only the decoded centroid is left to compare with, a token may be this many times the unit's own error away,
+#: and all tokens together not much more than once: coarse tiers would take a token of any other cache as near enough.
+ERROR_SPREAD, RMS_SPREAD = 4.0, 1.25
 
 
 class Draft:
@@ -140,8 +141,10 @@ class Draft:
         at, error = segment.position_of(record), float(record["error"])
         part = slice(first - at, last - at)
         for layer, (keys, values) in enumerate(segment.decode_span(record), int(record["layer"])):
-            mine = self.snapshot.layer(layer, first, last)
-            if not token_error(mine, (keys[:, part], values[:, part])) <= KERNEL_NOISE + ERROR_SPREAD * error:
+            mine, held = self.snapshot.layer(layer, first, last), (keys[:, part], values[:, part])
+            if not token_error(mine, held) <= KERNEL_NOISE + ERROR_SPREAD * error:
+                return False
+            if not relative_error(mine, held) <= KERNEL_NOISE + RMS_SPREAD * error:
                 return False
         return True
 

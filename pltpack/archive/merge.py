@@ -225,7 +225,7 @@ class Merger:
         metadata["states"] = dumps_json([[0, state] for state in states])
         text = self._texts.get(shard.entry.session)
         metadata[recompute.METADATA] = dataclasses.replace(recipe, text=text).to_text()
-        container = ContainerWriter(path, header_reserve(metadata, recompute=True))
+        container = ContainerWriter(path, header_reserve(metadata, recompute=True), self._archive.manifest.seal)
         try:
             copy_units(container, [(shard, record) for record in units], progress)
             kept = {name: shard.container.tables[name] for name in (recompute.DIGESTS, recompute.CODED)

@@ -14,7 +14,7 @@ import xxhash
 from pltpack.archive import recompute
 from pltpack.archive.draft import KERNEL_NOISE, token_error
 from pltpack.archive.encoding import UNIT_TOKENS, Progress, in_order, same_bits
-from pltpack.archive.files import container_metadata, header_reserve, next_library, session_entry, shard_path
+from pltpack.archive.files import HIDDEN, container_metadata, header_reserve, next_library, session_entry, shard_path
 from pltpack.archive.reader import Archive
 from pltpack.archive.recompute import Recipe
 from pltpack.archive.sampling import JobSamples
@@ -27,6 +27,7 @@ from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import MINOR_RECOMPUTE, ContainerWriter
 from pltpack.format.manifest import FileEntry, Manifest, SessionEntry
+from pltpack.format.sealing import Seal
 from pltpack.snapshot import Identity, Snapshot
 from pltpack.store import Writing
 
@@ -96,20 +97,22 @@ def write_generation(
     if archive is not None and recompute.of_archive([archive.shard(name) for name in archive.sessions]) is False:
         raise UnsupportedError(f"holds sessions of other tiers, with which {plan.quality!r} does not mix", archive.path)
     texts, state = _texts(sessions)
+    seal = old.seal if old else writing.seal
     libraries = () if archive is None else archive.libraries
     lossless = LosslessCodec()
     # Differences from the model's values need no statistics of the values themselves.
     tables_of = lossless.learn(JobSamples([]), identity)
     lossless.start(tables_of, identity)
-    entry = _write_library(next_library(folder, libraries), identity, [state, tables_of] if plan.residual else [state])
+    states = [state, tables_of] if plan.residual else [state]
+    entry = _write_library(next_library(folder, libraries), identity, states, seal)
     total = sum(made.snapshot.raw_bytes for made in sessions)
     entries, done = [], 0
     taken: set[Path] = set()
     with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="pltpack-encode") as pool:
         for made, text in zip(sessions, texts, strict=True):
-            path = shard_path(folder, made.snapshot.session, taken)
+            path = shard_path(folder, HIDDEN if seal else made.snapshot.session, taken)
             taken.add(path)
-            writer = _ShardWriter(path, identity, entry, plan, made, text, lossless, pool)
+            writer = _ShardWriter(path, identity, entry, plan, made, text, lossless, pool, seal)
             entries.append(writer.write())
             done += made.snapshot.raw_bytes
             progress("encode", done, total)
@@ -117,6 +120,7 @@ def write_generation(
         generation=old.generation + 1 if old else 1, identity=identity, block=plan.block,
         quality=old.quality if old else plan.quality, dedup=old.dedup if old else True,
         libraries=(*(old.libraries if old else ()), entry), sessions=(*(old.sessions if old else ()), *entries),
+        seal=seal,
     )  # fmt: skip
     writing.commit(manifest)
     return manifest
@@ -135,13 +139,15 @@ def _texts(sessions: Sequence[Made]) -> tuple[list[int | None], dict[str, np.nda
     return texts, state
 
 
-def _write_library(path: Path, identity: Identity, states: Sequence[dict[str, np.ndarray]]) -> FileEntry:
+def _write_library(
+    path: Path, identity: Identity, states: Sequence[dict[str, np.ndarray]], seal: Seal | None
+) -> FileEntry:
     codecs = [{"codec": codec, "config": {}} for codec in (RecomputeCodec.codec_id, LosslessCodec.codec_id)]
     metadata = {
         **container_metadata("library", identity, MINOR_RECOMPUTE),
         "states": dumps_json(codecs[: len(states)]), "libraries": "[]", "salts": "[]",
     }  # fmt: skip
-    container = ContainerWriter(path, header_reserve(metadata, len(states)))
+    container = ContainerWriter(path, header_reserve(metadata, len(states)), seal)
     try:
         info = container.commit(
             {
@@ -162,10 +168,10 @@ class _ShardWriter:
 
     def __init__(
         self, path: Path, identity: Identity, library: FileEntry, plan: Plan, made: Made, text: int | None,
-        codec: LosslessCodec, pool: ThreadPoolExecutor,
+        codec: LosslessCodec, pool: ThreadPoolExecutor, seal: Seal | None,
     ) -> None:  # fmt: skip
         self._path, self._identity, self._library, self._plan = path, identity, library, plan
-        self._made, self._text, self._codec, self._pool = made, text, codec, pool
+        self._made, self._text, self._codec, self._pool, self._seal = made, text, codec, pool, seal
 
     def write(self) -> SessionEntry:
         plan, snapshot = self._plan, self._made.snapshot
@@ -186,7 +192,7 @@ class _ShardWriter:
         }
         if snapshot.identity.salt is not None:
             metadata["salt"] = snapshot.identity.salt
-        container = ContainerWriter(self._path, header_reserve(metadata, recompute=True))
+        container = ContainerWriter(self._path, header_reserve(metadata, recompute=True), self._seal)
         try:
             records = [] if equal or not plan.residual else self._units(container, rebuilt)
             found = {

@@ -20,7 +20,7 @@ from pltpack.archive.files import next_library, shard_path, shown
 from pltpack.archive.merge import Merger
 from pltpack.archive.reader import Archive
 from pltpack.archive.recompute import of_archive
-from pltpack.errors import ConflictError, FormatError, IdentityError, UnsupportedError
+from pltpack.errors import ConflictError, EncryptionError, FormatError, IdentityError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.manifest import LIBRARY_NAME, MAX_BYTES, NAME, SHARD_NAME, SHARDS, Manifest
 from pltpack.store import LocalStore, Store, Writing, open_store
@@ -131,6 +131,8 @@ def _check(folder: Path, source: Path) -> str:
             return incoming.sessions[0]
     except FormatError as error:
         raise FormatError(f"not a valid session file: {error.fact}", source) from None
+    except EncryptionError as error:
+        raise EncryptionError(error.fact, source) from None
 
 
 def _adopt(current: Archive, folder: Path, source: Path, writing: Writing) -> None:

@@ -248,8 +248,10 @@ def write_pages(
             out.write(bytes(-(len(begin) + len(data)) % pad))
 
 
-def whole_option(chosen: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A positive integer among a format's options.
+def whole_option(
+    chosen: Mapping[str, str], name: str, default: int | None = None, said_by: str = "--from-option"
+) -> int:
+    """A positive integer among a format's options; `said_by` is the option that gives it.
 
     Raises
     ------
@@ -260,7 +262,7 @@ def whole_option(chosen: Mapping[str, str], name: str, default: int | None = Non
     if text is None:
         if default is not None:
             return default
-        raise UnsupportedError(f"what this store does not record has to be said: --from-option {name}=N")
+        raise UnsupportedError(f"what this store does not record has to be said: {said_by} {name}=N")
     if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text)):
         raise UnsupportedError(f"option {name!r} is {text!r}, not a positive integer")
     return int(text)

@@ -117,9 +117,10 @@ class SglangHiCacheFormat(DumpFormat):
 
     def write(self, snapshots: Iterable[Snapshot], path: Path) -> list[Path]:
         """See `DumpFormat.write`; `path` is a folder of pages, whole ones only, with all token ids beside it."""
-        page, name = whole_option(self.chosen, "page"), self.chosen.get("layout")
+        page, name = whole_option(self.chosen, "page", said_by="--to-option"), self.chosen.get("layout")
         if name is None:
-            raise UnsupportedError(f"the order of a page's axes has to be said: --layout {', '.join(LAYOUTS)}")
+            raise UnsupportedError("the order of a page's axes has to be said: --to-option layout=NAME "
+                                   f"({', '.join(LAYOUTS)})")  # fmt: skip
         make_folder(path)
         lists: dict[str, list[int]] = {}
         written: dict[Path, None] = {}

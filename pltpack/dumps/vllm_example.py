@@ -259,7 +259,8 @@ def _write(snapshot: Snapshot, folder: Path, count: int, packing: Packing, old: 
     with replacing_folder(folder) as temporary:
         for index, layer in enumerate(snapshot.identity.layers):
             if layer.k_dim != layer.v_dim:
-                raise UnsupportedError(f"layer {index}: keys of {layer.k_dim} and values of {layer.v_dim} elements")
+                raise UnsupportedError(f"session {snapshot.session!r}: this format needs keys as long as values, but "
+                                       f"layer {index} has {layer.k_dim} and {layer.v_dim} elements")  # fmt: skip
             packing.check(count, layer.k_dim, DTYPES[layer.dtype].itemsize)
             shape = [2, count, layer.heads * layer.k_dim] if old else [count, layer.heads, 2 * layer.k_dim]
             header, _ = make_header([(_TENSOR, layer.dtype, shape)], {})

@@ -122,7 +122,7 @@ class VllmOffloadFormat(DumpFormat):
         """See `DumpFormat.write`; `path` is the tier's root folder. Whole blocks are written, one per file."""
         name, block = self.chosen.get("layout"), whole_option(self.chosen, "block", 16)
         if name is None:
-            raise UnsupportedError("the order within a block has to be said: --layout nhd or hnd")
+            raise UnsupportedError("the order within a block has to be said: --to-option layout=nhd or layout=hnd")
         written: dict[Path, None] = {}
         lists: dict[Path, dict[str, list[int]]] = {}
         for snapshot in snapshots:

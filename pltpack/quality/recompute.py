@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pltpack.archive import recompute
-from pltpack.archive.create import PathLike, open_for_writing, quiet, snapshots_of
+from pltpack.archive.create import PathLike, new_seal, open_for_writing, quiet, snapshots_of
 from pltpack.archive.encoding import Progress
 from pltpack.archive.reader import Archive
 from pltpack.archive.recompute_writer import Made, Plan, write_generation
@@ -210,13 +210,14 @@ def compress(
     options: Mapping[str, str] | None = None,
     identity: Identity | None = None,
     device: str = "cpu",
+    encrypt: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compress dumps into a new archive of a tier that needs the model.
 
     Parameters
     ----------
-    dumps, out, block, format, tokens, options, identity, progress
+    dumps, out, block, format, tokens, options, identity, encrypt, progress
         As of `pltpack.compress`.
     model : path
         Folder of the model that made the caches.
@@ -246,6 +247,7 @@ def compress(
     settings.check()
     snapshots = snapshots_of(dumps, format, tokens, options, identity, False)
     with store.creating() as writing:
+        writing.seal = new_seal(store) if encrypt else None
         shared = GenerationWriter(writing, None, settings, quiet).check(snapshots)
         plan, sessions = _prepare(snapshots, shared, Path(model), quality, with_model, predictor, block, device)
         write_generation(writing, None, shared, [*sessions], plan, progress or quiet)

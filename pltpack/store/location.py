@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
+from pltpack.errors import UnsupportedError
+
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 
@@ -38,11 +40,19 @@ class Url(os.PathLike[str]):
 
 
 def located(location: str | os.PathLike[str]) -> Path | Url:
-    """A path of this machine, ``file://`` URLs among them, or a URL."""
+    """A path of this machine, ``file://`` URLs among them, or a URL.
+
+    Raises
+    ------
+    UnsupportedError
+        If a URL is nothing but a scheme.
+    """
     text = os.fspath(location)
     found = _SCHEME.match(text)
     if found is None:
         return Path(location)
+    if not text[found.end() :].strip("/"):
+        raise UnsupportedError("a URL that names no archive", text)
     if found[1].lower() in ("file", "local"):
         return Path(unquote(text[found.end() :]))
     return Url(text.rstrip("/"))
