@@ -160,9 +160,10 @@ def test_any_order_of_passages_stays_exact(tmp_path_factory, plans, random):
     check(path, sessions, "lossless")
 
 
-@pytest.mark.parametrize("quality", ["q4", "q2", "q1", "near"])
-def test_a_session_that_is_not_near_enough_keeps_its_own_values(tmp_path, profile, quality):
-    first, other = session("first", passage(1, 300)), session("other", passage(1, 300), seed=1, context=0.6)
+@pytest.mark.parametrize("quality, seed, context", [("q4", 0, 0.3), ("q2", 0, 0.6), ("q1", 1, 0.05), ("near", 0, 0.3)])
+def test_a_session_that_is_not_near_enough_keeps_its_own_values(tmp_path, profile, quality, seed, context):
+    first = session("first", passage(1, 300))
+    other = session("other", passage(1, 300), seed=seed, context=context)
     pltpack.compress([first], tmp_path / "a", **given_to(quality, profile))
     pltpack.append(tmp_path / "a", [other])
     pltpack.compress([other], tmp_path / "b", **given_to(quality, profile))
