@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from engines_common import GGUF, HALF, MODEL, TOKENS, unpacked
 import pltpack
 from pltpack.archive.convert import check_target, convert
 from pltpack.dumps.registry import open_dumps
-from pltpack.errors import IdentityError, NotFoundError
+from pltpack.errors import DumpError, IdentityError, NotFoundError
 from pltpack.serve.engine_file import warm_file
 
 
@@ -124,3 +125,18 @@ def test_what_a_writer_needs_is_said_as_its_own_option(tmp_path, to, message):
     pltpack.compress([session("s", range(40))], tmp_path / "a", quality="lossless")
     done = run("convert", tmp_path / "a", tmp_path / "b", "--to", to)
     assert done.exit_code == 2 and message in done.stderr
+
+
+def test_a_full_disk_is_told_of_the_file_that_was_asked_for(tmp_path):
+    from archives import session
+
+    pltpack.compress([session("s", range(40))], tmp_path / "a", quality="lossless")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(DumpError, match="File too large") as error:
+            warm_file(tmp_path / "a", "mlx", tmp_path / "w.safetensors", session="s")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.path == str(tmp_path / "w.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]

@@ -19,6 +19,7 @@ from pltpack.dumps.base import MAX_JSON, parse_json
 from pltpack.dumps.tokens import token_ids
 from pltpack.errors import ConflictError, DumpError, NotFoundError, UnsupportedError
 from pltpack.snapshot import Identity, Snapshot
+from pltpack.store.folders import named_after
 
 PathLike = str | os.PathLike[str]
 
@@ -120,7 +121,8 @@ def _write(snapshot: Snapshot, engine: str, output: Path, options: Mapping[str, 
         raise NotFoundError("no such folder", output.parent)
     temp = Path(tempfile.mkdtemp(prefix=".tmp-", dir=output.parent))
     try:
-        files = write_dump(dataclasses.replace(snapshot, session="warm"), temp / "dump", engine, options)
+        with named_after(output, temp, whole=True):
+            files = write_dump(dataclasses.replace(snapshot, session="warm"), temp / "dump", engine, options)
         if len(files) != 1 or not files[0].is_file():
             raise UnsupportedError(f"dump format {engine!r} is not one file per session: use pltpack convert")
         os.replace(files[0], output)
