@@ -17,6 +17,7 @@ from pltpack_cli.options import (
     json_option,
     key_option,
     profile_option,
+    rebuilder,
     write_options,
 )  # fmt: skip
 from pltpack_cli.output import count, plain, print_json, size
@@ -50,12 +51,14 @@ def convert(
     how, or the caches are not of the model named by --for, this exits with 2 and says which field it is.
     """
     from pltpack.archive.convert import convert as run
+    from pltpack.archive.convert import is_archive
 
     with progress_bars() as progress:
         files = run(source, output, to=to, to_options=engine_options(to_options, to, target),
                     target=known_identity(target, None), accept_unknown=accept_unknown,
                     sessions=sessions or None, format=format_, tokens=tokens,
                     options=from_options, identity=known_identity(model, known), profile=profile,
+                    rebuild=rebuilder(source, model, False) if is_archive(source) else None,
                     progress=progress)  # fmt: skip
     if as_json:
         print_json({"output": output, "format": to, "files": files})

@@ -427,3 +427,14 @@ def test_an_encrypted_archive_tells_nothing_and_gives_everything_back(
         assert not file.name.startswith(("one", "two", "three"))
     with pytest.raises(EncryptionError):
         pltpack.open(archive)
+
+
+def test_convert_makes_sessions_again(snapshots, tiny: Path, tmp_path: Path) -> None:
+    from tests.cli_common import run
+
+    archive = written(snapshots[:1], tmp_path / "a", tiny)
+    refused = run("convert", archive, tmp_path / "out", "--to", "safetensors")
+    assert refused.exit_code == 2 and "--model" in refused.stderr
+    done = run("convert", archive, tmp_path / "out", "--to", "safetensors", "--model", tiny)
+    assert done.exit_code == 0, done.output
+    assert all(equal_bits(snapshot, snapshots[0]) for snapshot in pltpack.open_dumps(tmp_path / "out"))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pltpack.archive.recompute import Rebuild
 from pltpack.archive.rotation_check import check_rotation
 from pltpack.dumps import open_dumps, write_dump
 from pltpack.dumps.quantized import value_identity
@@ -62,6 +63,12 @@ def _parameters(identity: Identity) -> Mapping[str, Any] | None:
     return {name: value for name, value in known.items() if name not in _STYLE}
 
 
+def is_archive(source: PathLike | Store) -> bool:
+    """Whether `convert` takes this for an archive, rather than a dump or a folder of dumps."""
+    place = source if isinstance(source, Store) else located(source)
+    return not isinstance(place, Path) or (place / NAME).is_file()
+
+
 def convert(
     source: PathLike | Store,
     out: PathLike,
@@ -76,6 +83,7 @@ def convert(
     target: Identity | None = None,
     accept_unknown: Iterable[str] = (),
     profile: PathLike | None = None,
+    rebuild: Rebuild | None = None,
     progress: Any = None,
 ) -> list[Path]:
     """Write a dump, a folder of dumps, or an archive's sessions, in another format.
@@ -94,7 +102,7 @@ def convert(
         How dumps are read: see `pltpack.compress`.
     target, accept_unknown
         The model that is to load the result: see `check_target`.
-    profile, progress
+    profile, rebuild, progress
         For archives: see `pltpack.decompress`.
 
     Returns
@@ -111,13 +119,13 @@ def convert(
     from pltpack.archive.extract import decompress
     from pltpack.store.folders import named_after, workplace
 
-    place = source if isinstance(source, Store) else located(source)
-    if not isinstance(place, Path) or (place / NAME).is_file():
+    if isinstance(source, Store) or is_archive(source):
         return decompress(source, out, to=to, options=to_options, target=target, sessions=sessions,
-                          accept_unknown=accept_unknown, profile=profile, progress=progress)  # fmt: skip
+                          accept_unknown=accept_unknown, profile=profile, rebuild=rebuild,
+                          progress=progress)  # fmt: skip
     target_folder = durable.output_folder(out)
     preferred = {"quantized": "integers"}
-    found = list(open_dumps(place, format=format, tokens=tokens, options=options, preferred=preferred,
+    found = list(open_dumps(located(source), format=format, tokens=tokens, options=options, preferred=preferred,
                             identity=identity))  # fmt: skip
     chosen = _chosen(found, sessions)
     for snapshot in chosen:
