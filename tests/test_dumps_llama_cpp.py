@@ -130,6 +130,7 @@ def test_damaged_files_are_refused(tmp_path):
         (data + b"1234", "holds 4 bytes after its cache", UnsupportedError),
         (state(layers(2), [(0, (0,)), (2, (0,))], tokens=[1, 2]), "does not hold every position", UnsupportedError),
         (state(layers(2), [(0, (0,)), (0, (0,))], tokens=[1, 2]), "does not hold every position", UnsupportedError),
+        (state(layers(2), [(0, ()), (1, ())], tokens=[1, 2]), "cells of no sequence", DumpError),
         (data[:4] + struct.pack("<I", 7) + data[8:], "version 7", UnsupportedError),
         (state(layers(3), [(i, (0,)) for i in range(3)], tokens=[1, 2]), "no token ids", DumpError),
         (data[:12] + struct.pack("<iIII", -1, 1, 2, 5) + data[28:], "tokens in 6 words|images", PltpackError),

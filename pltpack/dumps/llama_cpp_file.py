@@ -198,6 +198,8 @@ def _cells(cursor: _Cursor, count: int) -> tuple[np.ndarray, dict[int, np.ndarra
 
 def _members(positions: np.ndarray, cells: np.ndarray, sequences: np.ndarray) -> dict[int, np.ndarray]:
     """Each sequence's cells in the order of their positions, which must be all from 0 on."""
+    if not len(sequences):
+        raise DumpError("has cells of no sequence: it is damaged")
     order = np.lexsort((positions[cells], sequences))
     cells, sequences = cells[order], sequences[order]
     names, starts = np.unique(sequences, return_index=True)
