@@ -316,7 +316,9 @@ def test_tops_are_eigenvectors() -> None:
     start = x[:: 2000 // bases.sample_size(8)][: bases.sample_size(8)]
     found = [bases.subspace(few, 8, lambda: iter([x[:700], x[700:]])) for few in (start, start[:3])]
     for values, vectors in (*found, bases.eigen(covariance, 8)):
-        assert np.allclose(values[:7], truth[:7], rtol=1e-2)
+        # Of three rows to start from only the last are found less well.
+        assert np.allclose(values[:5], truth[:5], rtol=1e-3)
+        assert np.allclose(values[:7], truth[:7], rtol=1e-2 if values is found[1][0] else 1e-3)
         assert values[7] == pytest.approx(truth[7], rel=0.1)
         assert np.allclose(vectors.T @ vectors, np.eye(8), atol=1e-4)
     assert bases.is_wide(120, 40) and not bases.is_wide(120, 41)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from archives import relative_error
 from cli_common import done, done_json, run
 from profiles_common import IDENTITY, LAYERS, random_profile, save_profile, session, words
 
@@ -439,6 +440,15 @@ class TestRefusals:
         with pytest.raises(IdentityError, match=field):
             pltpack.append(copy, [session("s", IDS[:30])], profile=own)
         assert files(copy) == before
+
+    def test_caches_of_another_dtype_are_served(self, profile: Path, tmp_path: Path) -> None:
+        layers = tuple(dataclasses.replace(layer, dtype="F16") for layer in LAYERS)
+        original = session("s", IDS[:30], dataclasses.replace(IDENTITY, layers=layers))
+        pltpack.compress([original], tmp_path / "a", profile=profile, quality="near")
+        with pltpack.open(tmp_path / "a") as archive:
+            found = archive.read("s")
+            assert {layer.dtype for layer in found.identity.layers} == {"F16"}
+            assert relative_error(original, found) < 0.7
 
     def test_a_window_does_not_matter(self, profile: Path, tmp_path: Path) -> None:
         layers = tuple(dataclasses.replace(layer, window=64) for layer in LAYERS)

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from pltpack.dumps import base, ggml
-from pltpack.dumps.atomic import make_folder, replacing
 from pltpack.dumps.quantized import value_identity
+from pltpack.dumps.session_files import write_each
 from pltpack.dumps.tensor_layout import write_at
-from pltpack.errors import DumpError, UnsupportedError
-from pltpack.names import session_to_file
+from pltpack.errors import UnsupportedError
 from pltpack.snapshot import DTYPES, LayerGeometry, Snapshot
 
 SUFFIX = ".bin"
@@ -51,20 +50,13 @@ class Target:
 
 def write_state(snapshots: Iterable[Snapshot], folder: Path, target: Target) -> list[Path]:
     """Write one file per session; see `DumpFormat.write`."""
-    make_folder(folder)
-    written: list[Path] = []
-    for snapshot in snapshots:
-        base.check_snapshot(snapshot)
-        path = folder / (session_to_file(snapshot.session) + SUFFIX)
-        if path in written:
-            raise DumpError(f"two snapshots are named {snapshot.session!r}", folder)
+
+    def one(snapshot: Snapshot, temp: Path) -> None:
         if not len(snapshot):
             raise UnsupportedError(f"session {snapshot.session!r} is empty, which llama.cpp does not restore")
-        layout = _Layout.of(snapshot, target)
-        with replacing(path) as temp:
-            _write(snapshot, temp, target, layout)
-        written.append(path)
-    return written
+        _write(snapshot, temp, target, _Layout.of(snapshot, target))
+
+    return write_each(snapshots, folder, SUFFIX, one)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from pltpack.dumps import base
-from pltpack.dumps.atomic import make_folder, replacing
 from pltpack.dumps.quantized import value_identity
 from pltpack.dumps.safetensors_header import TensorEntry, make_header
+from pltpack.dumps.session_files import write_each
 from pltpack.dumps.tensor_layout import write_at
-from pltpack.errors import DumpError, UnsupportedError
-from pltpack.names import session_to_file
+from pltpack.errors import UnsupportedError
 from pltpack.snapshot import DTYPES, Snapshot
 
 SUFFIX = ".safetensors"
@@ -36,17 +35,7 @@ class Target:
 
 def write_caches(snapshots: Iterable[Snapshot], folder: Path, target: Target) -> list[Path]:
     """Write one file per session; see `DumpFormat.write`."""
-    make_folder(folder)
-    written: list[Path] = []
-    for snapshot in snapshots:
-        base.check_snapshot(snapshot)
-        path = folder / (session_to_file(snapshot.session) + SUFFIX)
-        if path in written:
-            raise DumpError(f"two snapshots are named {snapshot.session!r}", folder)
-        with replacing(path) as temp:
-            _write(snapshot, temp, target)
-        written.append(path)
-    return written
+    return write_each(snapshots, folder, SUFFIX, lambda snapshot, temp: _write(snapshot, temp, target))
 
 
 class _File:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from pltpack.dumps import base
-from pltpack.dumps.atomic import make_folder, replacing
 from pltpack.dumps.safetensors_header import Header, TensorEntry, make_header, read_header, read_into
+from pltpack.dumps.session_files import write_each
 from pltpack.dumps.tokens import TokenLookup, token_ids
 from pltpack.errors import DumpError, PltpackError, UnsupportedError
-from pltpack.names import check_session, session_to_file
+from pltpack.names import check_session
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry, Snapshot
 
 _EXTRAS = {"logprobs": np.dtype("<f4"), "logprob_ids": np.dtype("<i4"), "importance": np.dtype("<f4")}
@@ -136,19 +136,7 @@ def write_sessions(
     snapshots: Iterable[Snapshot], folder: Path, layout: Layout, metadata: Callable[[Snapshot], dict[str, str]]
 ) -> list[Path]:
     """Write one file per session, named after it (`session_to_file`); see `DumpFormat.write`."""
-    make_folder(folder)
-    written: list[Path] = []
-    seen: set[str] = set()
-    for snapshot in snapshots:
-        base.check_snapshot(snapshot)
-        if snapshot.session in seen:
-            raise DumpError(f"two snapshots are named {snapshot.session!r}", folder)
-        seen.add(snapshot.session)
-        path = folder / (session_to_file(snapshot.session) + SUFFIX)
-        with replacing(path) as temp:
-            _write(snapshot, temp, layout, metadata(snapshot))
-        written.append(path)
-    return written
+    return write_each(snapshots, folder, SUFFIX, lambda one, temp: _write(one, temp, layout, metadata(one)))
 
 
 def identity_json(identity: Identity) -> str:
