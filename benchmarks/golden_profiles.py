@@ -17,7 +17,7 @@ from pltpack.archive.shard import Shard
 from pltpack.codec import rans
 from pltpack.codec.coefficients import CLASS_WIDTH, ESCAPE, OCTAVE, SYMBOLS, raw_bits
 from pltpack.codec.profile import RECENCY, blocks_of, pack_about, rows_of
-from pltpack.codec.transform import exact_rows, unpack_nibbles
+from pltpack.codec.unit_head import exact_rows, unpack_nibbles
 from pltpack.snapshot import Snapshot
 
 #: Classes of a drawn profile's tables, and where the first begins.

@@ -21,7 +21,8 @@ from pltpack.codec import coefficients, exact_tokens, rate, scaling
 from pltpack.codec.base import KeyValue, Unit
 from pltpack.codec.coefficients import Order
 from pltpack.codec.payload import Reader
-from pltpack.codec.transform import EXACT, TransformCodec, exact_rows, pack_nibbles, read_logs, unpack_nibbles
+from pltpack.codec.transform import EXACT, TransformCodec
+from pltpack.codec.unit_head import exact_rows, pack_nibbles, read_logs, unpack_nibbles
 from pltpack.dumps import open_dumps
 from pltpack.format.tables import FLAG_REFERENCE
 from pltpack.snapshot import DTYPES, Snapshot

@@ -9,7 +9,8 @@ import numpy as np
 from pltpack.codec import rate
 from pltpack.codec.coefficients import OCTAVE
 from pltpack.codec.profile import blocks_of
-from pltpack.codec.transform import TransformCodec, unit_head
+from pltpack.codec.transform import TransformCodec
+from pltpack.codec.unit_head import unit_head
 
 
 def unit_steps(payload: bytes | memoryview, tokens: int) -> np.ndarray:

@@ -8,23 +8,22 @@ keys and values of all layers of a group in one basis, and with a second basis a
 from __future__ import annotations
 
 import copy
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, importance, prediction, rate, scaling
+from pltpack.codec import coefficients, exact_tokens, importance, prediction, rate, scaling, unit_head
 from pltpack.codec.base import SINK_TOKENS, Codec, KeyValue, Samples, State, Unit
-from pltpack.codec.bases import Bases, GroupBases, Spread
+from pltpack.codec.bases import Bases, GroupBases
+from pltpack.codec.begun import BegunUnit, geometries
 from pltpack.codec.blas import single_threaded
 from pltpack.codec.coefficients import OCTAVE, Order
 from pltpack.codec.payload import Reader
 from pltpack.codec.profile import NAMES, Profile
-from pltpack.codec.rows import from_rows, to_rows
+from pltpack.codec.rows import to_rows
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry, Snapshot
 
-_HEADER = struct.Struct("<BhH")
 _FLAG_REFERENCE, _FLAG_PREDICTED, FLAG_SCALED = 1, 2, 4
 #: Format 1.1 knows only a reference that takes the mean's place, and only scales as they were calibrated.
 _FLAGS = (0, _FLAG_REFERENCE, _FLAG_REFERENCE | _FLAG_PREDICTED)
@@ -200,8 +199,8 @@ class TransformCodec(Codec):
         return self._payload(unit, found), self._payload(unit, found._replace(flags=0, guess=None))
 
     def _analysed(self, unit: Unit, arrays: Sequence[KeyValue], reference: Sequence[KeyValue] | None) -> Analysed:
-        bases, layers = self._bases_of(unit), _geometries(unit)
-        bits = exact_rows(arrays)
+        bases, layers = self._bases_of(unit), geometries(unit)
+        bits = unit_head.exact_rows(arrays)
         rows, finite = to_rows(arrays, layers, self._identity, unit.position)
         predict = reference is not None and unit.near
         rows -= self._center(bases, layers, unit, None if predict else reference, None)
@@ -220,7 +219,7 @@ class TransformCodec(Codec):
         return Analysed(bits, exact, found, flags, guess)
 
     def _payload(self, unit: Unit, analysed: Analysed) -> bytes:
-        bases, layers = self._bases_of(unit), _geometries(unit)
+        bases, layers = self._bases_of(unit), geometries(unit)
         bits, exact, found, flags, guess = analysed
         classes, steps, trust = self._unit_classes(unit), rate.steps(self._log_step), b""
         logs, scaled, shifts = self.unit_logs(unit)
@@ -231,10 +230,10 @@ class TransformCodec(Codec):
         else:
             predicted, quantized = prediction.choose(found, guess, classes, exact, steps, logs, self._tables)
             joint, steps = prediction.joint(classes, predicted, exact), prediction.lowered(steps)
-            trust = pack_nibbles(predicted)
+            trust = unit_head.pack_nibbles(predicted)
         order = Order.of(logs, steps, joint, self._tables)
-        header = _HEADER.pack(flags | scaled, self._log_step, len(marks))
-        parts = [header, marks.tobytes(), pack_nibbles(np.where(exact, 0, classes)), trust, shifts,
+        header = unit_head.HEADER.pack(flags | scaled, self._log_step, len(marks))
+        parts = [header, marks.tobytes(), unit_head.pack_nibbles(np.where(exact, 0, classes)), trust, shifts,
                  coefficients.encode(quantized, order, self._tables)]  # fmt: skip
         if len(marks):
             at = unit.position + marks.astype(np.int64)
@@ -245,28 +244,28 @@ class TransformCodec(Codec):
         self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
     ) -> None:
         """See `Codec.decode_span`."""
-        self.begin_span(payload, unit, reference).finish(range(unit.layer, unit.layer + len(_geometries(unit))), out)
+        self.begin_span(payload, unit, reference).finish(range(unit.layer, unit.layer + len(geometries(unit))), out)
 
     @single_threaded
     @np.errstate(over="ignore", invalid="ignore")  # Hostile numbers give hostile values, and nothing on standard error.
     def begin_span(self, payload: memoryview, unit: Unit, reference: Sequence[KeyValue] | None = None) -> BegunUnit:
         """See `Codec.begin_span`: undoes the entropy coding."""
-        bases, layers = self._bases_of(unit), _geometries(unit)
+        bases, layers = self._bases_of(unit), geometries(unit)
         reader = Reader(payload)
-        flags, log_step, marks, classes = _head(reader, unit.tokens)
+        flags, log_step, marks, classes = unit_head.read_head(reader, unit.tokens)
         if flags & ~FLAG_SCALED not in _FLAGS or bool(flags & _FLAG_REFERENCE) != (reference is not None):
             raise ValueError("unit has unknown flags, or a reference where there should be none")
         exact = np.zeros(unit.tokens, np.bool_)
         exact[marks] = True
         steps = widths = rate.steps(log_step)
         if flags & _FLAG_PREDICTED:
-            predicted = unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
+            predicted = unit_head.unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
             classes = prediction.joint(classes, predicted, exact)
             steps, widths = prediction.lowered(steps), np.tile(steps, prediction.CLASSES)
         else:
             predicted = None
             classes[exact] = EXACT
-        logs = read_logs(reader, bases.logs) if flags & FLAG_SCALED else bases.logs
+        logs = unit_head.read_logs(reader, bases.logs) if flags & FLAG_SCALED else bases.logs
         order = Order.of(logs, steps, classes, self._tables)
         quantized = coefficients.decode(reader, order, self._tables, (unit.tokens, len(bases.logs)))
         spread = bases.spread(quantized, order, classes, widths)
@@ -293,7 +292,7 @@ class TransformCodec(Codec):
         return found
 
     def _bases_of(self, unit: Unit) -> GroupBases:
-        return self._bases.of(range(unit.layer, unit.layer + len(_geometries(unit))))
+        return self._bases.of(range(unit.layer, unit.layer + len(geometries(unit))))
 
     def _center(
         self,
@@ -326,7 +325,7 @@ class TransformCodec(Codec):
         logs, shifts = self._bases_of(unit).logs, self._shifts.get(unit.layer)
         if shifts is None:
             return logs, 0, b""
-        return scaling.shifted(logs, shifts), FLAG_SCALED, pack_nibbles(shifts)
+        return scaling.shifted(logs, shifts), FLAG_SCALED, unit_head.pack_nibbles(shifts)
 
     def minor_of(self, payload: bytes) -> int:
         """See `Codec.minor_of`."""
@@ -338,96 +337,5 @@ class TransformCodec(Codec):
         return self._classes[unit.position : unit.position + unit.tokens].astype(np.int64)
 
 
-class BegunUnit:
-    """A unit of a layer group whose entropy coding is undone; its layers come by products, in any order."""
-
-    def __init__(
-        self, identity: Identity, unit: Unit, bases: GroupBases, spread: Spread, center: np.ndarray,
-        marks: np.ndarray, bits: np.ndarray,
-    ) -> None:  # fmt: skip
-        self._identity, self._unit, self._bases, self._spread = identity, unit, bases, spread
-        self._center, self._marks, self._bits = center, marks, bits
-
-    @single_threaded
-    @np.errstate(over="ignore", invalid="ignore")  # As for the first half.
-    def finish(self, layers: range, out: Sequence[KeyValue]) -> None:
-        """Decode some of the unit's layers, one pair of arrays each."""
-        unit = self._unit
-        at = sum(layer.elements_per_token for layer in _geometries(unit)[: layers.start - unit.layer])
-        for layer, pair in zip(layers, out, strict=True):
-            geometry = [_geometries(unit)[layer - unit.layer]]
-            part = slice(at, at + geometry[0].elements_per_token)
-            rows = self._bases.layer_rows(self._spread, layer)
-            rows += self._center[..., part]
-            from_rows(rows, [pair], geometry, self._identity, unit.position)
-            if len(self._marks):
-                self._put_exact(self._bits[:, part], geometry, [pair])
-            at = part.stop
-
-    def _put_exact(self, bits: np.ndarray, layers: Sequence[LayerGeometry], out: Sequence[KeyValue]) -> None:
-        at = 0
-        for (keys, values), layer in zip(out, layers, strict=True):
-            for array, width in ((keys, layer.heads * layer.k_dim), (values, layer.heads * layer.v_dim)):
-                part = bits[:, at : at + width].reshape(len(bits), layer.heads, -1).transpose(1, 0, 2)
-                words = part.astype(f"u{array.dtype.itemsize}", order="C")
-                array[:, self._marks] = words.view(array.dtype)
-                at += width
-
-
 def _widest(layers: Sequence[LayerGeometry]) -> np.dtype[Any]:
     return np.result_type(*(np.dtype(f"u{DTYPES[layer.dtype].itemsize}") for layer in layers))
-
-
-def _geometries(unit: Unit) -> Sequence[LayerGeometry]:
-    return unit.layers or (unit.geometry,)
-
-
-def exact_rows(arrays: Sequence[KeyValue]) -> np.ndarray:
-    """Bits of a unit's tokens, ``[T, rows]``, keys as they are stored; a copy, of the widest of the dtypes."""
-    parts = []
-    for keys, values in arrays:
-        for array in (keys, values):
-            kind = np.dtype(f"u{array.dtype.itemsize}")
-            parts.append(np.ascontiguousarray(array.transpose(1, 0, 2)).view(kind).reshape(array.shape[1], -1))
-    return np.concatenate(parts, axis=1)
-
-
-def unit_head(payload: memoryview, tokens: int) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """What a unit's payload says before its coefficients: flags, base step, exact tokens, and classes of all.
-
-    Raises
-    ------
-    ValueError
-        If it is malformed.
-    """
-    return _head(Reader(payload), tokens)
-
-
-def _head(reader: Reader, tokens: int) -> tuple[int, int, np.ndarray, np.ndarray]:
-    flags, log_step, count = _HEADER.unpack(reader.take(_HEADER.size))
-    if abs(log_step) > rate.MAX_LOG_STEP:
-        raise ValueError("unit has a step out of range")
-    marks = reader.array(count, "<u2").astype(np.int64)
-    if count and (marks[-1] >= tokens or (np.diff(marks) <= 0).any()):
-        raise ValueError("exact tokens are out of order")
-    return flags, log_step, marks, unpack_nibbles(reader.take((tokens + 1) // 2), tokens)
-
-
-def read_logs(reader: Reader, logs: np.ndarray) -> np.ndarray:
-    """Scales moved by what a payload says next."""
-    count = scaling.count(logs)
-    return scaling.shifted(logs, unpack_nibbles(reader.take((count + 1) // 2), count))
-
-
-def pack_nibbles(values: np.ndarray) -> bytes:
-    """Numbers below 16, two a byte, the first in the low half."""
-    padded = np.zeros((len(values) + 1) // 2 * 2, np.uint8)
-    padded[: len(values)] = values
-    return (padded[::2] | padded[1::2] << 4).tobytes()
-
-
-def unpack_nibbles(data: memoryview, count: int) -> np.ndarray:
-    """Inverse of `pack_nibbles`: int64."""
-    raw = np.frombuffer(data, np.uint8)
-    found: np.ndarray = np.stack([raw & 15, raw >> 4], axis=1).reshape(-1)[:count].astype(np.int64)
-    return found

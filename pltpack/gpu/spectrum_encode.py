@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, rate, transform
+from pltpack.codec import coefficients, exact_tokens, rate, unit_head
 from pltpack.codec.base import SINK_TOKENS, KeyValue, Unit
+from pltpack.codec.begun import geometries
 from pltpack.codec.coefficients import Order
 from pltpack.codec.rope import Rotation
 from pltpack.codec.transform import EXACT, TransformCodec
@@ -76,7 +77,7 @@ class SpectrumEncoder:
         unit, arrays
             As of `Codec.encode_span`.
         """
-        layers = transform._geometries(unit)
+        layers = geometries(unit)
         if len({layer.dtype for layer in layers}) > 1:
             return None
         bases = codec._bases_of(unit)
@@ -86,7 +87,7 @@ class SpectrumEncoder:
         rows = self._rows(codec, unit, arrays)
         finite = device.get(xp.abs(rows).max(axis=1) < np.float32(_LARGEST))
         # No more of them can be sinks.
-        first = transform.exact_rows([(k[:, :SINK_TOKENS], v[:, :SINK_TOKENS]) for k, v in arrays])
+        first = unit_head.exact_rows([(k[:, :SINK_TOKENS], v[:, :SINK_TOKENS]) for k, v in arrays])
         exact = ~finite | codec._sinks(unit, bases, layers, first)
         rows = xp.where(device.put(exact)[:, None], np.float32(0), rows - group.mean)
         found = group.coefficients(rows)
@@ -101,17 +102,17 @@ class SpectrumEncoder:
         spectrum.quantize_kernel[device.loop_of(found.size)](found, device.put(inverse), quantized)
         values = encode_values(quantized, [order], self._tables)[0]
         marks = np.flatnonzero(exact)
-        parts = [transform._HEADER.pack(scaled, codec._log_step, len(marks)), marks.astype("<u2").tobytes(),
-                 transform.pack_nibbles(np.where(exact, 0, classes)), shifts, values]  # fmt: skip
+        parts = [unit_head.HEADER.pack(scaled, codec._log_step, len(marks)), marks.astype("<u2").tobytes(),
+                 unit_head.pack_nibbles(np.where(exact, 0, classes)), shifts, values]  # fmt: skip
         if len(marks):
-            bits = transform.exact_rows([(k[:, marks], v[:, marks]) for k, v in arrays])
+            bits = unit_head.exact_rows([(k[:, marks], v[:, marks]) for k, v in arrays])
             layout = codec._exact_layout(bases, layers)
             parts.append(exact_tokens.encode(bits, unit.position + marks.astype(np.int64), *layout, self._tables))
         return b"".join(parts)
 
     def _rows(self, codec: TransformCodec, unit: Unit, arrays: Sequence[KeyValue]) -> Any:
         """Un-rotated rows, float32 ``[T, R]``."""
-        layers, identity = transform._geometries(unit), codec._identity
+        layers, identity = geometries(unit), codec._identity
         words, (places,) = uploaded([arrays], [unit])
         span = sum(layer.elements_per_token for layer in layers)
         targets, at = place.Targets(), 0

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pltpack.codec import coefficients, exact_tokens, prediction, rate, scaling, transform
+from pltpack.codec import coefficients, exact_tokens, prediction, rate, scaling, transform, unit_head
 from pltpack.codec import rans as host_rans
+from pltpack.codec.begun import geometries
 from pltpack.codec.coefficients import ESCAPE, Order
 from pltpack.codec.payload import Reader
 from pltpack.codec.rope import Rotation
@@ -92,7 +93,7 @@ class SpectrumDecoder(UnitDecoder):
         for number in numbers:
             unit = jobs[number].unit
             # Shared coefficients, own ones, rows: four bytes each.
-            size = 12 * unit.tokens * sum(g.elements_per_token for g in transform._geometries(unit))
+            size = 12 * unit.tokens * sum(g.elements_per_token for g in geometries(unit))
             if piece and used + size > _WORKSPACE:
                 yield piece
                 piece, used = [], 0
@@ -101,7 +102,7 @@ class SpectrumDecoder(UnitDecoder):
         yield piece
 
     def _decode(self, jobs: Sequence[Job]) -> list[int]:
-        bases, layers = self._codec._bases_of(jobs[0].unit), transform._geometries(jobs[0].unit)
+        bases, layers = self._codec._bases_of(jobs[0].unit), geometries(jobs[0].unit)
         first = jobs[0].unit.layer
         if first not in self._groups:
             self._groups[first] = _Group(bases)
@@ -193,11 +194,11 @@ class SpectrumDecoder(UnitDecoder):
             known = flags == (0 if job.reference is None else _PREDICTED)
             if not known or abs(log_step) > rate.MAX_LOG_STEP or not ordered:
                 return None
-            classes = transform.unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
+            classes = unit_head.unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
             steps = widths = rate.steps(log_step)
             shares = np.zeros(unit.tokens, np.float32)
             if flags:
-                predicted = transform.unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
+                predicted = unit_head.unpack_nibbles(reader.take((unit.tokens + 1) // 2), unit.tokens)
                 exact_ = np.zeros(unit.tokens, np.bool_)
                 exact_[marks] = True
                 classes = prediction.joint(classes, predicted, exact_)
@@ -205,7 +206,7 @@ class SpectrumDecoder(UnitDecoder):
                 shares = prediction.shares()[predicted]
             else:
                 classes[marks] = EXACT
-            logs = transform.read_logs(reader, bases.logs) if scaled else bases.logs
+            logs = unit_head.read_logs(reader, bases.logs) if scaled else bases.logs
             order = Order.of(logs, steps, classes, self._tables)
             length, escapes, low = (reader.u32() for _ in range(3))
             raw = self._tables.raw
