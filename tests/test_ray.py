@@ -124,6 +124,10 @@ def test_what_workers_cannot_import(cluster) -> None:
         list(RayEngine().in_order(_unknown, [()]))
 
 
+def test_more_cores_than_any_machine_has(cluster) -> None:
+    assert list(RayEngine().in_order(abs, [(-1,), (-2,)], cpus=64)) == [1, 2]
+
+
 def test_same_profile(cluster, dumps: list[Path], tmp_path: Path) -> None:
     model, text = save_model(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text(" ".join(f"word {index} and other words" for index in range(400)))

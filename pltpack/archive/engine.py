@@ -35,7 +35,7 @@ class Engine(Protocol):
         calls : iterable of tuple
             Taken a little ahead of the consumer.
         cpus : int
-            Cores that one call keeps busy.
+            Cores that one call keeps busy; where no machine has as many, as many as the largest has.
 
         Raises
         ------

@@ -63,6 +63,8 @@ class RayEngine:
 
     def in_order(self, work: Callable[..., Out], calls: Iterable[tuple[Any, ...]], cpus: int = 1) -> Iterator[Out]:
         """See `pltpack.archive.engine.Engine.in_order`."""
+        # No machine would ever take a call that asks for more than it has, and Ray would wait for one for ever.
+        cpus = max(1, min(cpus, self._largest()))
         task = self._ray.remote(num_cpus=cpus, max_retries=RETRIES)(_called)
         waiting: collections.deque[Any] = collections.deque()
         window = 2
@@ -77,6 +79,11 @@ class RayEngine:
                 yield self._result(waiting.popleft())
         while waiting:
             yield self._result(waiting.popleft())
+
+    def _largest(self) -> int:
+        """Cores of the largest machine."""
+        nodes = [node["Resources"].get("CPU", 0) for node in self._ray.nodes() if node["Alive"]]
+        return int(max(nodes, default=0))
 
     def _result(self, reference: Any) -> Any:
         errors = self._ray.exceptions
