@@ -26,6 +26,7 @@ from pltpack_cli.options import (
     near_options,
     no_dedup_option,
     quiet_option,
+    refuse_idle_key,
     target_options,
     worker_options,
 )  # fmt: skip
@@ -155,6 +156,7 @@ def append(
     import pltpack
 
     with pltpack.open(archive) as opened:
+        refuse_idle_key(opened)
         tier = quality or opened.manifest.quality
     if _needs_model(tier, model, with_model, predictor):
         from pltpack.quality import recompute

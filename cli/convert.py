@@ -14,6 +14,7 @@ from pltpack_cli.options import (
     PLACE,
     archive_argument,
     dump_options,
+    inexact_option,
     json_option,
     key_option,
     profile_option,
@@ -78,11 +79,14 @@ def convert(
 @_accept_unknown
 @click.option("--salt", metavar="TENANT", help="With --prompt-tokens, look in this tenant's sessions.")
 @profile_option
+@click.option("--model", type=PATH, metavar="DIR",
+              help="Folder of the model, for sessions that it makes again.")  # fmt: skip
+@inexact_option
 @json_option
 def warm(
     archive: Path, engine: str, session: str | None, prompt_tokens: Path | None, output: Path,
     to_options: dict[str, str], target: Path | None, accept_unknown: tuple[str, ...], salt: str | None,
-    profile: Path | None, as_json: bool,
+    profile: Path | None, model: Path | None, inexact: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write one session, or what is stored of a prompt, as the file that an engine loads.
 
@@ -95,8 +99,8 @@ def warm(
         raise click.UsageError("give either --session or --prompt-tokens")
     result = warm_file(archive, engine, output, session=session, prompt=prompt_tokens,
                        options=engine_options(to_options, engine, target), target=known_identity(target, None),
-                       accept_unknown=accept_unknown, salt=salt,
-                       profile=profile)  # fmt: skip
+                       accept_unknown=accept_unknown, salt=salt, profile=profile,
+                       rebuild=rebuilder(archive, model, inexact))  # fmt: skip
     if as_json:
         print_json(result)
     else:

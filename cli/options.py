@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
@@ -92,6 +93,16 @@ def _use_key(context: click.Context, _parameter: click.Parameter, file: Path | N
 key_option = click.option("--key-file", type=PATH, metavar="FILE", expose_value=False, callback=_use_key,
                           help="Key of an encrypted archive: 32 bytes, hexadecimal or base64 too. "
                           "[default: PLTPACK_KEY, or the file that PLTPACK_KEY_FILE names]")  # fmt: skip
+
+
+def refuse_idle_key(archive: Any) -> None:
+    """Refuse ``--key-file`` where an opened archive, about to be added to, would not be encrypted with it."""
+    given = click.get_current_context().get_parameter_source("key_file")
+    if given is ParameterSource.COMMANDLINE and archive.manifest.seal is None:
+        from pltpack.errors import EncryptionError
+
+        raise EncryptionError("the archive is not encrypted, nor would be what is added to it: leave out --key-file",
+                              archive.path)  # fmt: skip
 
 
 def archive_argument(command: Decorated) -> Decorated:

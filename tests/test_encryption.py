@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -128,6 +129,13 @@ def test_the_command_line(dumps: Path, tmp_path: Path):
     assert forgotten.exit_code == 2 and "--encrypt" in forgotten.output and not (tmp_path / "b").exists()
     for command in (("bench", "loader"), ("score",)):
         assert "--key-file" in done(*command, "--help")
+    done("compress", dumps, "-o", tmp_path / "plain", "--quality", "q4")
+    before = (tmp_path / "plain" / NAME).read_bytes()
+    (more,) = pltpack.write_dump(dataclasses.replace(next(pltpack.open_dumps([dumps])), session="later"), tmp_path)
+    idle = run("append", tmp_path / "plain", more, "--key-file", key)
+    assert idle.exit_code == 2 and "the archive is not encrypted" in idle.output
+    assert (tmp_path / "plain" / NAME).read_bytes() == before
+    done("append", tmp_path / "a", more, "--key-file", key)
 
 
 def test_a_wrong_key_for_an_exported_session_names_its_file(whole: Path, tmp_path: Path):

@@ -24,18 +24,20 @@ class Pickling:
     """An engine of one worker in this process, which gets nothing but bytes and forgets a part now and then."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.sent = [], []
 
     def share(self, value):
-        return _Shared(pickle.dumps(value))
+        self.sent.append(pickle.dumps(value))
+        return _Shared(self.sent[-1])
 
     def in_order(self, work, calls, cpus=1):
         for call in calls:
             self.calls.append(work.__name__)
             if len(self.calls) % 3 == 0:
                 distributed_worker._made.__init__()
-            arguments = [pickle.loads(a.data) if isinstance(a, _Shared) else pickle.loads(pickle.dumps(a))
-                         for a in call]  # fmt: skip
+            data = [a.data if isinstance(a, _Shared) else pickle.dumps(a) for a in call]
+            self.sent += data
+            arguments = [pickle.loads(each) for each in data]
             yield pickle.loads(pickle.dumps(work(*arguments)))
 
 
@@ -104,6 +106,30 @@ def test_same_bytes_with_a_profile(
         pltpack.append(tmp_path / name, dumps[-1:], engine=chosen, profile=profile)
     assert contents(tmp_path / "engine") == contents(tmp_path / "local")
     assert "prepare" in engine.calls
+
+
+@pytest.mark.parametrize("quality", ["lossless", "q3"])
+def test_the_archive_key_stays_in_this_process(dumps: list[Path], tmp_path: Path, quality: str) -> None:
+    pytest.importorskip("cryptography")
+    from pltpack.format.sealing import using_key
+
+    engine, key = Pickling(), bytes(range(100, 132))
+    with using_key(key):
+        for name, chosen in (("local", "local"), ("engine", engine)):
+            pltpack.compress(dumps[:-2], tmp_path / name, quality=quality, engine=chosen, encrypt=True)
+            pltpack.append(tmp_path / name, dumps[-2:], engine=chosen)
+        with pltpack.open(tmp_path / "local") as local, pltpack.open(tmp_path / "engine") as other:
+            for one, two in zip(_containers(local), _containers(other), strict=True):
+                assert one.seal is not None and two.seal is not None and one.seal.header != two.seal.header
+                assert one.payload(0, one.payload_bytes) == two.payload(0, two.payload_bytes)
+                assert all(np.array_equal(one.tables[name], two.tables[name]) for name in one.tables | two.tables)
+    assert {"encode", "attempts"} <= set(engine.calls)
+    # What opens a part of the library goes along with it, and opens nothing else.
+    assert any(b"FileSeal" in data for data in engine.sent) and not any(key in data for data in engine.sent)
+
+
+def _containers(archive: pltpack.Archive) -> list:
+    return [each.container for each in (*archive.libraries, *map(archive.shard, archive.sessions))]
 
 
 def test_snapshots_in_memory_go_to_workers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import lzma
 import math
 import subprocess
@@ -393,6 +394,34 @@ def test_from_the_command_line(snapshots, tiny: Path, tmp_path: Path) -> None:
     ):
         assert run(*arguments).exit_code == code, arguments
     assert not (tmp_path / "b").exists() and not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("quality", ["recompute", "lossless+model"])
+def test_engines_start_warm_from_what_the_model_makes(snapshots, tiny: Path, tmp_path: Path, quality: str) -> None:
+    archive, one = written(snapshots, tmp_path / "a", tiny, quality=quality), snapshots[0].tokens
+    warm = ("warm", archive, "--engine", "safetensors")
+
+    def made(name: str, *arguments: object) -> Snapshot:
+        done(*warm, "-o", tmp_path / name, "--model", tiny, *arguments)
+        (found,) = pltpack.open_dumps([tmp_path / name])
+        return found
+
+    assert equal_bits(made("whole", "--session", "two"), snapshots[1])
+    (tmp_path / "prompt").write_text(json.dumps([*map(int, one[:70]), 1, 2]))
+    found = made("part", "--prompt-tokens", tmp_path / "prompt")
+    assert np.array_equal(found.tokens, one[:64])
+    assert np.array_equal(found.layer(1)[0].view(np.uint16), snapshots[0].layer(1, 0, 64)[0].view(np.uint16))
+    (tmp_path / "other").write_text(json.dumps([int(one[0]) ^ 1, *range(40)]))
+    for arguments, fact in (
+        (("--session", "two"), "--model"),
+        (("--session", "two", "--inexact"), "--model"),
+        (("--session", "two", "--model", tmp_path), "model"),
+        (("--prompt-tokens", tmp_path / "other", "--model", tiny), "nothing of this prompt"),
+        (("--prompt-tokens", tmp_path / "prompt", "--model", tiny, "--salt", "x"), "nothing of this prompt"),
+    ):
+        refused = run(*warm, "-o", tmp_path / "none", *arguments)
+        assert refused.exit_code == 2 and fact in refused.output
+    assert not (tmp_path / "none").exists()
 
 
 def test_models_do_not_make_caches_of_other_shapes(tiny: Path, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ class Distributed:
             source = library.container.source
             data = np.frombuffer(source.read(0, source.size), np.uint8)
             return LibraryParts(key, library.entry, PurePath(os.fspath(source.path)), data, library.identity, profiles,
-                                library.decoded is not None)  # fmt: skip
+                                library.decoded is not None, library.container.seal)  # fmt: skip
 
         key = self._once("library", library, share)
         return key, [key, *profiles.values()]

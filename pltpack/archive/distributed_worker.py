@@ -28,6 +28,7 @@ from pltpack.codec.base import State
 from pltpack.dumps.reopened import DumpFile
 from pltpack.errors import FormatError
 from pltpack.format.manifest import FileEntry
+from pltpack.format.sealing import FileSeal
 from pltpack.format.source import Source
 from pltpack.snapshot import Identity, Snapshot
 from pltpack.store import Store
@@ -76,7 +77,7 @@ class FoundParts:
 
 @dataclasses.dataclass(frozen=True)
 class LibraryParts:
-    """A library segment: its file, and the keys of the profiles that are elsewhere, by digest."""
+    """A library segment: its file, the keys of the profiles that are elsewhere, by digest, and what opens the file."""
 
     key: str
     entry: FileEntry
@@ -85,6 +86,7 @@ class LibraryParts:
     identity: Identity
     profiles: Mapping[str, str]
     remember: bool
+    seal: FileSeal | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +220,8 @@ class _Given:
         def make() -> Library:
             # A segment reads no other file of its store.
             store = cast(Store, _OneFile(_Bytes(parts.path, parts.data)))
-            found = Library(store, parts.entry, parts.identity, lambda digest: self._state(parts.profiles[digest]))
+            found = Library(store, parts.entry, parts.identity, lambda digest: self._state(parts.profiles[digest]),
+                            seal=parts.seal)  # fmt: skip
             for index in range(len(found.states)):
                 # Later calls may come without the profile.
                 if found.profile_digest(index) is not None and not found.embeds(index):

@@ -20,7 +20,7 @@ from pltpack.format import state as state_format
 from pltpack.format import tables
 from pltpack.format.container import MINOR_GROUPS, Container
 from pltpack.format.manifest import FileEntry
-from pltpack.format.sealing import Seal
+from pltpack.format.sealing import FileSeal, Seal
 from pltpack.snapshot import Identity
 from pltpack.store import Store
 
@@ -45,6 +45,8 @@ class Library(Segment):
         Gives the arrays of a profile that the segment names by digest only.
     backend : Backend, optional
         Where units are decoded and encoded instead of on the CPU.
+    seal : Seal or FileSeal, optional
+        See `Container`.
 
     Raises
     ------
@@ -54,7 +56,7 @@ class Library(Segment):
 
     def __init__(
         self, store: Store, entry: FileEntry, identity: Identity, find_profile: FindProfile | None = None,
-        backend: Backend | None = None, seal: Seal | None = None,
+        backend: Backend | None = None, seal: Seal | FileSeal | None = None,
     ) -> None:  # fmt: skip
         self.entry, self.identity = entry, identity
         self._find_profile, self._backend = find_profile, backend

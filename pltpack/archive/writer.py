@@ -105,8 +105,6 @@ class GenerationWriter:
             If a session of that name is in the archive.
         """
         identity = self.check(snapshots)
-        if self._seal and self._settings.engine is not None:
-            raise UnsupportedError("the key of an encrypted archive stays in this process: leave the engine out")
         if self._archive is None:
             return self._attempts(snapshots, identity)
         if of_archive([self._archive.shard(name) for name in self._archive.sessions]):

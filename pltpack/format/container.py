@@ -20,8 +20,8 @@ import numpy as np
 from pltpack.errors import FormatError, UnsupportedError
 from pltpack.format import durable
 from pltpack.format.header import DTYPES, parse_header
-from pltpack.format.sealed_container import HEADER, Scratch, SealedUnits, open_tables, seal_tables, seal_unit
-from pltpack.format.sealing import TAG_BYTES, Seal, parsed
+from pltpack.format.sealed_container import HEADER, SealedUnits, open_tables, scratch, seal_tables, seal_unit
+from pltpack.format.sealing import TAG_BYTES, FileSeal, Seal, parsed
 from pltpack.format.source import FileSource, GoneError, Source
 
 __all__ = ["Container", "ContainerInfo", "ContainerWriter", "GoneError"]
@@ -43,7 +43,6 @@ MINOR_SCALED = 3
 #: Minor version of containers that are encrypted; what is sealed in them has a version of its own.
 MINOR_ENCRYPTION = 4
 
-_scratch = Scratch()
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -92,7 +91,7 @@ class ContainerWriter:
     def write(self, payload: bytes | memoryview) -> None:
         """The one half of `append`; another thread may be at the other."""
         assert self._file is not None
-        stored = payload
+        stored: bytes | memoryview = payload
         if self._seal is not None:
             stored = seal_unit(self._seal, self._units, self.payload_bytes, payload)
             self._payload_hash.update(stored)
@@ -212,8 +211,13 @@ class Container:
         Size the manifest gives.
     head_sha256 : str
         Digest the manifest gives.
-    seal : Seal, optional
-        The archive's, if it is encrypted.
+    seal : Seal or FileSeal, optional
+        The archive's, if it is encrypted, or the file's own.
+
+    Attributes
+    ----------
+    seal : FileSeal or None
+        Of an encrypted file.
 
     Raises
     ------
@@ -223,7 +227,7 @@ class Container:
         If it has another size, breaks the container rules, or its head has another digest.
     """
 
-    def __init__(self, source: Source | Path, size: int, head_sha256: str, seal: Seal | None = None) -> None:
+    def __init__(self, source: Source | Path, size: int, head_sha256: str, seal: Seal | FileSeal | None = None) -> None:
         self.source = source if isinstance(source, Source) else FileSource(source)
         self.path = self.source.path
         try:
@@ -257,8 +261,8 @@ class Container:
             if name not in (PAYLOAD, "padding"):
                 self.tables[name] = np.frombuffer(tail[first - end : last - end], DTYPES[dtype]).reshape(shape)
 
-    def _unseal(self, seal: Seal | None) -> None:
-        self._stored_bytes, self._sealed = self.payload_bytes, None
+    def _unseal(self, seal: Seal | FileSeal | None) -> None:
+        self._stored_bytes, self._sealed, self.seal = self.payload_bytes, None, None
         if (HEADER in self.metadata) != (seal is not None):
             state = "encrypted" if seal is None else "not encrypted"
             raise FormatError(f"it is {state}, unlike the archive", self.path)
@@ -266,9 +270,9 @@ class Container:
             return
         if self.metadata.get("format_version") != f"{FORMAT_VERSION[0]}.{MINOR_ENCRYPTION}":
             raise FormatError(f"format version {self.metadata.get('format_version')!r} is not supported", self.path)
-        key = seal.opened(parsed(self.metadata[HEADER].encode(), self.path), self.path)
-        self.tables, self.metadata = open_tables(key, self.tables, self.metadata, self.path)
-        self._sealed = SealedUnits(key, self.tables.get("unit.index"), self._stored_bytes, self.path)
+        self.seal = seal.opened(parsed(self.metadata[HEADER].encode(), self.path), self.path)
+        self.tables, self.metadata = open_tables(self.seal, self.tables, self.metadata, self.path)
+        self._sealed = SealedUnits(self.seal, self.tables.get("unit.index"), self._stored_bytes, self.path)
         self.payload_bytes = self._sealed.payload_bytes
 
     def release(self) -> None:
@@ -286,8 +290,9 @@ class Container:
         if not length or first >= last:
             return b""
         begin, end = self._sealed.stored(first, last)
-        data = self.source.read(self._payload_at + begin, end - begin)
-        return self._sealed.open(first, last, data, offset, offset + length)
+        stored = scratch.view(end - begin)
+        self.source.read_into(stored, self._payload_at + begin)
+        return self._sealed.open(first, last, stored, offset, offset + length)
 
     def payload_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with payload bytes from `offset` on; the range has been checked against `payload_bytes`."""
@@ -299,7 +304,7 @@ class Container:
             buffer[:] = self.payload(offset, len(buffer))
             return
         begin, end = self._sealed.stored(first, last)
-        stored = _scratch.view(end - begin)
+        stored = scratch.view(end - begin)
         self.source.read_into(stored, self._payload_at + begin)
         self._sealed.open_into(first, last, stored, buffer)
 

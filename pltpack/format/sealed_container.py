@@ -29,9 +29,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RECORD = np.dtype({"names": ["offset", "length"], "formats": ["<u8", "<u8"], "offsets": [0, 8], "itemsize": 48})
 
 
-def seal_unit(seal: FileSeal, number: int, offset: int, payload: bytes | memoryview) -> bytes:
-    """A unit's bytes in the file."""
-    return seal.seal(b"unit", number, payload, _BOUND.pack(offset, len(payload)))
+def seal_unit(seal: FileSeal, number: int, offset: int, payload: bytes | memoryview) -> memoryview:
+    """A unit's bytes in the file, valid in this thread until the next call."""
+    out = scratch.view(len(payload) + TAG_BYTES)
+    seal.seal_into(b"unit", number, payload, out, _BOUND.pack(offset, len(payload)))
+    return out
 
 
 def seal_tables(
@@ -128,13 +130,13 @@ class SealedUnits:
         """Where units ``[first, last)`` are in the stored payload."""
         return self._starts[first] + TAG_BYTES * first, self._ends[last - 1] + TAG_BYTES * last
 
-    def open(self, first: int, last: int, data: bytes | memoryview, offset: int, end: int) -> bytes:
+    def open(self, first: int, last: int, data: memoryview, offset: int, end: int) -> bytes:
         """Payload bytes ``[offset, end)`` of stored units ``[first, last)``; `FormatError` if one was altered."""
-        view, at, parts = memoryview(data), 0, []
+        at, parts = 0, []
         for number in range(first, last):
             start, length = self._starts[number], self._ends[number] - self._starts[number]
             bound = _BOUND.pack(start, length)
-            parts.append(self._seal.open(b"unit", number, view[at : at + length + TAG_BYTES], self._path, bound))
+            parts.append(self._seal.open(b"unit", number, data[at : at + length + TAG_BYTES], self._path, bound))
             at += length + TAG_BYTES
         joined = parts[0] if len(parts) == 1 else b"".join(parts)
         start = self._starts[first]
@@ -156,7 +158,7 @@ class SealedUnits:
 
 
 class Scratch(threading.local):
-    """Memory that a thread reads sealed bytes to, again and again: fresh pages cost more than reading them."""
+    """Memory in which a thread has sealed bytes, again and again: fresh pages cost more than to seal or open them."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -168,3 +170,6 @@ class Scratch(threading.local):
         if len(self._bytes) < size:
             self._bytes = bytearray(_MOST_SCRATCH)
         return memoryview(self._bytes)[:size]
+
+
+scratch = Scratch()

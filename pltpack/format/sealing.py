@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import hashlib
 import hmac
 import json
 import os
@@ -28,7 +27,7 @@ CIPHER = "AES-256-GCM"
 KEY_BYTES, SALT_BYTES, ARCHIVE_BYTES, TAG_BYTES = 32, 32, 16, 16
 KEY_VARIABLE, FILE_VARIABLE = "PLTPACK_KEY", "PLTPACK_KEY_FILE"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
-_NUMBER = struct.Struct(">Q")
+_NONCE = struct.Struct(">4sQ")
 _given: list[bytes] = []
 
 
@@ -85,7 +84,7 @@ def current_key() -> bytes | None:
 
 def key_id(key: bytes) -> str:
     """What names a key without telling it: 16 hexadecimal digits."""
-    return hmac.new(key, b"pltpack key id", hashlib.sha256).hexdigest()[:16]
+    return hmac.digest(key, b"pltpack key id", "sha256").hex()[:16]
 
 
 class Seal:
@@ -100,7 +99,7 @@ class Seal:
     """
 
     def __init__(self, key: bytes, archive: bytes) -> None:
-        self.key, self.archive = key, archive
+        self.key, self.archive, self._key_id = key, archive, key_id(key)
 
     @classmethod
     def new(cls, key: bytes) -> Seal:
@@ -114,11 +113,11 @@ class Seal:
         return hash(self.archive)
 
     def __repr__(self) -> str:
-        return f"Seal(key {key_id(self.key)}, archive {self.archive.hex()})"
+        return f"Seal(key {self._key_id}, archive {self.archive.hex()})"
 
     def fresh(self) -> FileSeal:
         """For a file that is about to be written."""
-        return FileSeal(self, secrets.token_bytes(SALT_BYTES))
+        return self._file(secrets.token_bytes(SALT_BYTES))
 
     def opened(self, header: object, path: os.PathLike[str]) -> FileSeal:
         """For a file whose header says how it is encrypted.
@@ -131,27 +130,50 @@ class Seal:
             If the header is malformed, or of another archive.
         """
         fields = checked(header, path)
-        require_key(self.key, fields, path)
+        if fields["key"] != self._key_id:
+            require_key(self.key, fields, path)
         if fields["archive"] != self.archive.hex():
             raise FormatError("it is encrypted for another archive", path)
-        return FileSeal(self, bytes.fromhex(fields["salt"]))
+        return self._file(bytes.fromhex(fields["salt"]))
+
+    def _file(self, salt: bytes) -> FileSeal:
+        header = {"cipher": CIPHER, "key": self._key_id, "archive": self.archive.hex(), "salt": salt.hex()}
+        # HKDF-SHA256 (RFC 5869) of one block.
+        extracted = hmac.digest(salt, self.key, "sha256")
+        return FileSeal(header, hmac.digest(extracted, b"pltpack file" + self.archive + b"\x01", "sha256"))
 
 
 class FileSeal:
-    """The key of one file."""
+    """The key of one file, which opens no other.
 
-    def __init__(self, seal: Seal, salt: bytes) -> None:
+    It can go to another process, and there stand for the `Seal` of a container that is opened.
+
+    Parameters
+    ----------
+    header : dict
+        The file's encryption header.
+    key : bytes
+        32 bytes.
+    """
+
+    def __init__(self, header: dict[str, str], key: bytes) -> None:
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
             raise UnsupportedError("encryption needs a package that is not installed: pip install 'pltpack[encrypt]'"
                                    ) from None  # fmt: skip
-        self.header = {"cipher": CIPHER, "key": key_id(seal.key), "archive": seal.archive.hex(), "salt": salt.hex()}
-        # HKDF-SHA256 (RFC 5869) of one block.
-        extracted = hmac.new(salt, seal.key, hashlib.sha256).digest()
-        self._cipher = AESGCM(hmac.new(extracted, b"pltpack file" + seal.archive + b"\x01", hashlib.sha256).digest())
-        self._archive, self._invalid = seal.archive, InvalidTag
+        self.header, self._key, self._archive = header, key, bytes.fromhex(header["archive"])
+        self._cipher, self._invalid = AESGCM(key), (InvalidTag, ValueError)
+
+    def __reduce__(self) -> tuple[type[FileSeal], tuple[dict[str, str], bytes]]:
+        return FileSeal, (self.header, self._key)
+
+    def opened(self, header: object, path: os.PathLike[str]) -> FileSeal:
+        """See `Seal.opened`; `FormatError` for another file than its own."""
+        if header != self.header:
+            raise FormatError("it is encrypted with another key", path)
+        return self
 
     def seal(self, role: bytes, number: int, data: bytes | memoryview, bound: bytes = b"") -> bytes:
         """Encrypt a part: its bytes, and a tag of 16.
@@ -166,16 +188,22 @@ class FileSeal:
         bound : bytes
             What must be the same when it is opened.
         """
-        return self._cipher.encrypt(_nonce(role, number), data, self._archive + role + bound)
+        return self._cipher.encrypt(_NONCE.pack(role, number), data, self._archive + role + bound)
+
+    def seal_into(
+        self, role: bytes, number: int, data: bytes | memoryview, out: memoryview, bound: bytes = b""
+    ) -> None:
+        """Encrypt a part to its place, `TAG_BYTES` longer than its bytes; arguments as of `seal`."""
+        self._cipher.encrypt_into(_NONCE.pack(role, number), data, self._archive + role + bound, out)
 
     def open_into(
         self, role: bytes, number: int, data: memoryview, out: memoryview, path: os.PathLike[str], bound: bytes = b""
     ) -> None:
         """Decrypt a part to its place; arguments and errors as of `open`."""
         try:
-            self._cipher.decrypt_into(_nonce(role, number), data, self._archive + role + bound, out)
-        except (self._invalid, ValueError):
-            raise FormatError(f"unit {number} does not open with this key: it was altered or moved", path) from None
+            self._cipher.decrypt_into(_NONCE.pack(role, number), data, self._archive + role + bound, out)
+        except self._invalid:
+            raise _altered(role, number, path) from None
 
     def open(
         self, role: bytes, number: int, data: bytes | memoryview, path: os.PathLike[str], bound: bytes = b""
@@ -188,10 +216,9 @@ class FileSeal:
             If any of its bytes, its place or what it is bound to is not as it was sealed.
         """
         try:
-            return self._cipher.decrypt(_nonce(role, number), data, self._archive + role + bound)
-        except (self._invalid, ValueError):
-            what = {b"unit": f"unit {number}", b"tabl": "a table"}.get(role, "the sealed head")
-            raise FormatError(f"{what} does not open with this key: it was altered or moved", path) from None
+            return self._cipher.decrypt(_NONCE.pack(role, number), data, self._archive + role + bound)
+        except self._invalid:
+            raise _altered(role, number, path) from None
 
 
 def checked(header: object, path: os.PathLike[str]) -> dict[str, str]:
@@ -245,5 +272,6 @@ def parsed(data: bytes, path: os.PathLike[str]) -> Any:
         raise FormatError("the sealed part is malformed", path) from None
 
 
-def _nonce(role: bytes, number: int) -> bytes:
-    return role + _NUMBER.pack(number)
+def _altered(role: bytes, number: int, path: os.PathLike[str]) -> FormatError:
+    what = {b"unit": f"unit {number}", b"tabl": "a table"}.get(role, "the sealed head")
+    return FormatError(f"{what} does not open with this key: it was altered or moved", path)

@@ -14,6 +14,7 @@ import numpy as np
 
 from pltpack.archive.convert import check_target
 from pltpack.archive.reader import Archive
+from pltpack.archive.recompute import Rebuild
 from pltpack.dumps import write_dump
 from pltpack.dumps.base import MAX_JSON, parse_json
 from pltpack.dumps.tokens import token_ids
@@ -36,6 +37,7 @@ def warm_file(
     accept_unknown: Iterable[str] = (),
     salt: str | None = None,
     profile: PathLike | None = None,
+    rebuild: Rebuild | None = None,
 ) -> dict[str, Any]:
     """Write the file with which an engine starts warm.
 
@@ -59,6 +61,8 @@ def warm_file(
         Tenant, for a prompt.
     profile : path-like, optional
         The profile of an archive that refers to one outside.
+    rebuild : Rebuild, optional
+        Runs the model for sessions that are made again by one, which a prompt finds only with it.
 
     Returns
     -------
@@ -74,13 +78,13 @@ def warm_file(
     FormatError, MissError, UnsupportedError
     """
     ids = None if prompt is None else _prompt(prompt)
-    with Archive(archive, profile=profile) as opened:
+    with Archive(archive, profile=profile, rebuild=rebuild) as opened:
         if target is not None:
             check_target(opened.identity, target, accept_unknown, str(opened.path))
         if session is not None:
             snapshot = opened.snapshot(session)
         elif ids is not None:
-            snapshot = _prefix(opened, ids, salt)
+            snapshot = _prefix(opened, ids, salt) if rebuild is None else _made_prefix(opened, ids, salt)
         else:
             raise UnsupportedError("neither a session nor a prompt was named")
         written = _write(snapshot, engine, Path(output), options)
@@ -108,10 +112,30 @@ def _prefix(archive: Archive, ids: np.ndarray, salt: str | None) -> Snapshot:
     with archive.loader(identity=identity) as loader:
         hit = loader.lookup(ids).first(len(ids) - 1)
         if not hit:
-            raise NotFoundError(f"nothing of this prompt of {len(ids)} tokens is stored", archive.path)
+            raise _nothing(archive, ids)
         layers = [(layer.keys, layer.values) for layer in loader.load(hit)]
     own = dataclasses.replace(archive.identity, salt=salt)
     return Snapshot.from_arrays(hit.session, ids[: hit.tokens], layers, own, origin=str(archive.path))
+
+
+def _made_prefix(archive: Archive, ids: np.ndarray, salt: str | None) -> Snapshot:
+    """The same of sessions that a model makes again: the one that begins most like the prompt."""
+    block, names = archive.manifest.block, [e.session for e in archive.manifest.sessions if e.salt == salt]
+    common = [_common(archive.shard(name).tokens, ids[:-1]) // block * block for name in names]
+    if not any(common):
+        raise _nothing(archive, ids)
+    return archive.read(names[int(np.argmax(common))], tokens=slice(0, max(common)))
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _nothing(archive: Archive, ids: np.ndarray) -> NotFoundError:
+    return NotFoundError(f"nothing of this prompt of {len(ids)} tokens is stored", archive.path)
 
 
 def _write(snapshot: Snapshot, engine: str, output: Path, options: Mapping[str, str] | None) -> Path:
