@@ -79,6 +79,34 @@ def test_predicted_units_and_corrections_come_from_the_cpu(tmp_path):
             assert apart(loader.load(hit), archive.read(name), 12) == 0
 
 
+@pytest.mark.parametrize("quality", ["lossless", "q3", "balanced"])
+def test_centroids_stay_on_the_device_encoded(archives, quality, monkeypatch):
+    """Where there is no room for them decoded, or only for others: they need no reading and no copying."""
+    sent, upload = [], Lanes.upload
+    monkeypatch.setattr(Lanes, "upload", lambda self, host: sent.append(host.nbytes) or upload(self, host))
+    with pltpack.open(archives / quality) as archive:
+        snapshot = archive.read("a")
+        shared = sum(int(library.units["length"].sum()) for library in archive.libraries)
+        with archive.loader(device="cuda:0", memory=int(shared / 0.8) + 1, workers=1) as loader:
+            hit, figures = loader.lookup(IDS), []
+            for _ in range(2):
+                sent.clear()
+                before = loader.read_bytes
+                assert apart(loader.load(hit), snapshot, 12) <= (2 if quality == "balanced" else 0)
+                figures.append((sum(sent), loader.read_bytes - before))
+            kept = loader.centroids
+            assert shared == kept["encoded_bytes"] == kept["bytes"] <= kept["budget"]
+            assert kept["encoded_hits"] >= 1 and kept["hits"] == 0
+            # Small lossless units are decoded on the host.
+            assert figures[0][0] - figures[1][0] > shared / 2 and figures[0][1] - figures[1][1] == shared
+            loader.pin(hit)
+            loader.load(hit)
+            assert loader.centroids["bytes"] > loader.centroids["budget"]
+            loader.unpin(hit)
+            assert loader.centroids["bytes"] == shared
+        assert held(loader) == (0, 0)
+
+
 @pytest.mark.parametrize("layout", ["vllm", "sglang"])
 def test_pages_and_arrays_of_the_caller(archives, layout):
     with pltpack.open(archives / "lossless") as archive, archive.loader(device="cuda") as loader:

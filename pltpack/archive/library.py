@@ -89,6 +89,10 @@ class Library(Segment):
         """See `Segment.position_of`."""
         return int(self.nodes[record["node"]]["position"]) + int(record["token_start"])
 
+    def bytes_with(self, record: np.void) -> int:
+        """See `Segment.bytes_with`: of the whole node."""
+        return int(self.nodes[record["node"]]["length"]) * sum(layer.bytes_per_token for layer in self.identity.layers)
+
     def codec_of(self, record: np.void) -> Codec:
         """See `Segment.codec_of`."""
         return self.codec(int(record["state"]))

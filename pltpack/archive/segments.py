@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import xxhash
@@ -17,6 +17,7 @@ from pltpack.codec.base import Begun, Codec, DecodeJob, KeyValue, Unit
 from pltpack.errors import FormatError
 from pltpack.format.container import FORMAT_VERSION, Container
 from pltpack.format.manifest import FileEntry
+from pltpack.format.tables import FLAG_REFERENCE
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry
 
 if TYPE_CHECKING:
@@ -38,6 +39,22 @@ class Resident(Protocol):
 
     def get(self, segment: Segment, record: np.void) -> list[KeyValue]:
         """One pair of arrays a layer, which must not be changed; decoded if they are not here."""
+        ...
+
+    def find(self, segment: Segment, record: np.void) -> list[KeyValue] | None:
+        """The same, but None if they are not here."""
+        ...
+
+    def payload(self, segment: Segment, record: np.void) -> Any:
+        """A library unit's payload, in memory, or else read and checked."""
+        ...
+
+    def wants(self, segment: Segment, record: np.void) -> bool:
+        """Whether `offer` would keep a unit's values."""
+        ...
+
+    def offer(self, segment: Segment, record: np.void, values: list[KeyValue], payload: Any) -> None:
+        """Keep a unit that was decoded elsewhere; nobody changes it from then on."""
         ...
 
 
@@ -118,11 +135,20 @@ class Segment(abc.ABC):
     def position_of(self, record: np.void) -> int:
         """Session position of a unit's first token."""
 
+    def bytes_with(self, record: np.void) -> int:
+        """Raw bytes of what is kept or freed together with a unit."""
+        layer, count = int(record["layer"]), int(record["layer_count"])
+        layers = self.identity.layers[layer : layer + count]
+        return int(record["token_count"]) * sum(geometry.bytes_per_token for geometry in layers)
+
     @abc.abstractmethod
     def codec_of(self, record: np.void) -> Codec:
         """The started codec of a unit."""
 
-    def decode(self, record: np.void, reference: KeyValue | None = None, out: KeyValue | None = None) -> KeyValue:
+    def decode(
+        self, record: np.void, reference: KeyValue | None = None, out: KeyValue | None = None,
+        payload: bytes | memoryview | None = None,
+    ) -> KeyValue:  # fmt: skip
         """Read, check and decode one unit: keys ``[H, T, D_k]`` and values ``[H, T, D_v]`` in the stored dtype.
 
         Parameters
@@ -133,6 +159,8 @@ class Segment(abc.ABC):
             Mapped values of the same tokens, for a unit with `tables.FLAG_REFERENCE`.
         out : (ndarray, ndarray), optional
             Where to decode to; fresh arrays by default.
+        payload : bytes-like, optional
+            The unit's, checked.
 
         Raises
         ------
@@ -140,8 +168,8 @@ class Segment(abc.ABC):
             If its checksum or its content is wrong.
         """
         unit = self.unit(record)
-        payload = memoryview(self.checked_payload(record))
-        job = DecodeJob(payload, unit, *(out or fresh(unit.geometry, unit.tokens)), reference)
+        payload = self.checked_payload(record) if payload is None else payload
+        job = DecodeJob(memoryview(payload), unit, *(out or fresh(unit.geometry, unit.tokens)), reference)
         self.decode_job(record, job)
         return job.keys, job.values
 
@@ -150,8 +178,11 @@ class Segment(abc.ABC):
         record: np.void,
         out: Sequence[KeyValue] | None = None,
         reference: Sequence[KeyValue] | None = None,
+        payload: bytes | memoryview | None = None,
     ) -> list[KeyValue]:
         """Read, check and decode one unit of any number of layers; arguments as of `decode`, one pair a layer.
+
+        A payload that is given has been checked.
 
         Raises
         ------
@@ -160,25 +191,28 @@ class Segment(abc.ABC):
         """
         unit, codec = self.unit(record), self.codec_of(record)
         if not codec.spans:
-            return [self.decode(record, reference[0] if reference else None, out[0] if out else None)]
+            pair = out[0] if out else None
+            return [self.decode(record, reference[0] if reference else None, pair, payload)]
         arrays = list(out or (fresh(layer, unit.tokens) for layer in unit.layers))
-        payload = memoryview(self.checked_payload(record))
+        payload = self.checked_payload(record) if payload is None else payload
         try:
-            codec.decode_span(payload, unit, arrays, reference)
+            codec.decode_span(memoryview(payload), unit, arrays, reference)
         except ValueError as error:
             raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
         return arrays
 
-    def begin_span(self, record: np.void) -> Begun:
-        """Read, check and begin a unit without a reference whose codec is `layered`.
+    def begin_span(self, record: np.void, payload: bytes | memoryview | None = None) -> Begun:
+        """Read, check and begin a unit whose codec is `layered`; a payload that is given has been checked.
 
         Raises
         ------
         FormatError
             If its checksum or its content is wrong.
         """
+        referenced = bool(record["flags"] & FLAG_REFERENCE)
         try:
-            return self.codec_of(record).begin_span(memoryview(self.checked_payload(record)), self.unit(record))
+            payload = self.checked_payload(record) if payload is None else payload
+            return self.codec_of(record).begin_span(memoryview(payload), self.unit(record), referenced)
         except ValueError as error:
             raise FormatError(self._where(record, f"cannot be decoded: {error}"), self.container.path) from None
 

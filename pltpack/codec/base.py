@@ -97,8 +97,33 @@ class DecodeJob(NamedTuple):
 class Begun(Protocol):
     """A unit of a layer group that is decoded so far that its layers can be had one after the other, in any order."""
 
-    def finish(self, layers: range, out: Sequence[KeyValue]) -> None:
-        """Decode some of the unit's layers, one pair of arrays each."""
+    @property
+    def small(self) -> bool:
+        """Whether all values are known to be so small that, taken as a reference, none of them is set aside."""
+        ...
+
+    def finish(
+        self,
+        layers: range,
+        out: Sequence[KeyValue],
+        reference: Sequence[KeyValue] | None = None,
+        finite: np.ndarray | None = None,
+    ) -> None:
+        """Decode some of the unit's layers, one pair of arrays each.
+
+        Parameters
+        ----------
+        layers : range
+        out : sequence of (ndarray, ndarray)
+        reference : sequence of (ndarray, ndarray), optional
+            Mapped values of these layers, for a unit that was begun as one with a reference.
+        finite : ndarray, optional
+            What `finite` gives for the reference of all layers; not needed where that is known to be `small`.
+        """
+        ...
+
+    def finite(self, reference: Sequence[KeyValue]) -> np.ndarray:
+        """Which tokens of a reference of all of the unit's layers can be predicted from: bool ``[T]``."""
         ...
 
 
@@ -277,8 +302,10 @@ class Codec(abc.ABC):
         """
         raise NotImplementedError
 
-    def begin_span(self, payload: memoryview, unit: Unit, reference: Sequence[KeyValue] | None = None) -> Begun:
+    def begin_span(self, payload: memoryview, unit: Unit, referenced: bool = False) -> Begun:
         """The first part of `decode_span`, by a codec that is `layered`: what is begun is sound.
+
+        The reference itself is only needed layer by layer, when they are finished.
 
         Raises
         ------

@@ -18,6 +18,7 @@ from pltpack.codec import products, rate
 from pltpack.codec.coefficients import Order
 from pltpack.codec.dual import dual
 from pltpack.codec.profile import Group, Profile, rows_of
+from pltpack.codec.rows import SMALL
 
 #: Tokens whose product is made at once: tokens are sorted by class, and each run uses what its finest class needs.
 _RUN = 64
@@ -116,6 +117,12 @@ class GroupBases:
         lists = Lists(*products.packets(shared, needs, _RUN), places)
         alone = shared[-1:, : needs[-1]] if tokens % _RUN == 1 else None
         return Spread(lists, alone, own, used)
+
+    def is_small(self, spread: Spread) -> bool:
+        """Whether all rows that a unit gives are sure to be below `pltpack.codec.rows.SMALL`, mean included."""
+        shared, local, mean = self._profile.most(self.group)
+        coded, own = (float(np.abs(part).sum(dtype=np.float64)) for part in (spread.lists.values, spread.own))
+        return bool(coded * shared + own * local + mean < SMALL)
 
     def layer_rows(self, spread: Spread, layer: int) -> np.ndarray:
         """Centered, un-rotated rows of one of the group's layers, float32 ``[T, rows]``."""

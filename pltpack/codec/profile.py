@@ -172,6 +172,17 @@ class Profile:
             raise ValueError("a profile's sensitivity cannot be inverted")
         return found
 
+    def most(self, group: Group) -> tuple[float, float, float]:
+        """What a coefficient of 1 of the shared basis, and one of a layer's own, gives at most in a row, and the mean.
+
+        Bounds, by the largest integers that the bases could hold.
+        """
+        first, last = self._first_block(group.start), self._first_block(group.stop)
+        spread = max(float(np.abs(inverse).sum(axis=0).max()) for inverse in self._inverse_roots[first:last])
+        shared = float(np.abs(self._basis_scale[group.component]).max(initial=0)) * (1 << 15)
+        local = float(np.abs(self._local_scale[group.first : group.last]).max(initial=0)) * (1 << 7)
+        return shared * spread, local * spread, float(np.abs(self.mean[group.first : group.last]).max(initial=0))
+
     def whiten(self, x: np.ndarray, layer: int) -> np.ndarray:
         """Whitened rows of a layer: float32 ``[T, rows]`` of un-rotated rows with the mean taken off."""
         out = np.empty_like(x, order="C")

@@ -15,6 +15,10 @@ from pltpack.snapshot import Identity, LayerGeometry
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+#: Squares of what may still be coded must not overflow.
+LIMIT = 1e15
+#: What rotating and rounding cannot bring to the limit.
+SMALL = 1e14
 
 
 def to_rows(
@@ -49,10 +53,15 @@ def to_rows(
         width = layer.heads * layer.v_dim
         _put(values.astype(np.float32), None, position, rows[:, at : at + width])
         at += width
-    # Squares of what may still be coded must not overflow.
-    finite = np.abs(rows).max(axis=1, initial=0) < 1e15
+    finite = np.abs(rows).max(axis=1, initial=0) < LIMIT
     rows[~finite] = 0
     return rows, finite
+
+
+def small(array: np.ndarray) -> bool:
+    """Whether all values, of any dtype, are finite and below `SMALL`."""
+    with np.errstate(invalid="ignore"):
+        return bool((np.abs(array.astype(np.float32)) < SMALL).all())
 
 
 def _put(x: np.ndarray, rotation: Rotation | None, position: int, out: np.ndarray) -> None:

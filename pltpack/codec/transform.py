@@ -203,7 +203,8 @@ class TransformCodec(Codec):
         bits = unit_head.exact_rows(arrays)
         rows, finite = to_rows(arrays, layers, self._identity, unit.position)
         predict = reference is not None and unit.near
-        rows -= self._center(bases, layers, unit, None if predict else reference, None)
+        plain = predict or reference is None
+        rows -= bases.mean if plain else to_rows(reference or (), layers, self._identity, unit.position)[0]
         exact = ~finite | self._sinks(unit, bases, layers, bits)
         rows[exact] = 0
         flags, guess = _FLAG_REFERENCE * (reference is not None), None
@@ -244,16 +245,18 @@ class TransformCodec(Codec):
         self, payload: memoryview, unit: Unit, out: Sequence[KeyValue], reference: Sequence[KeyValue] | None = None
     ) -> None:
         """See `Codec.decode_span`."""
-        self.begin_span(payload, unit, reference).finish(range(unit.layer, unit.layer + len(geometries(unit))), out)
+        begun = self.begin_span(payload, unit, reference is not None)
+        finite = None if reference is None else begun.finite(reference)
+        begun.finish(range(unit.layer, unit.layer + len(geometries(unit))), out, reference, finite)
 
     @single_threaded
     @np.errstate(over="ignore", invalid="ignore")  # Hostile numbers give hostile values, and nothing on standard error.
-    def begin_span(self, payload: memoryview, unit: Unit, reference: Sequence[KeyValue] | None = None) -> BegunUnit:
+    def begin_span(self, payload: memoryview, unit: Unit, referenced: bool = False) -> BegunUnit:
         """See `Codec.begin_span`: undoes the entropy coding."""
         bases, layers = self._bases_of(unit), geometries(unit)
         reader = Reader(payload)
         flags, log_step, marks, classes = unit_head.read_head(reader, unit.tokens)
-        if flags & ~FLAG_SCALED not in _FLAGS or bool(flags & _FLAG_REFERENCE) != (reference is not None):
+        if flags & ~FLAG_SCALED not in _FLAGS or bool(flags & _FLAG_REFERENCE) != referenced:
             raise ValueError("unit has unknown flags, or a reference where there should be none")
         exact = np.zeros(unit.tokens, np.bool_)
         exact[marks] = True
@@ -274,8 +277,8 @@ class TransformCodec(Codec):
         if count:
             exact_tokens.decode(reader, bits, unit.position + marks, *self._exact_layout(bases, layers), self._tables)
         reader.end()
-        center = self._center(bases, layers, unit, reference, predicted)
-        return BegunUnit(self._identity, unit, bases, spread, center, marks, bits)
+        shares = None if predicted is None else prediction.shares()[predicted]
+        return BegunUnit(self._identity, unit, bases, spread, referenced, shares, marks, bits)
 
     def _exact_layout(self, bases: GroupBases, layers: Sequence[LayerGeometry]) -> tuple[list[int], np.ndarray | None]:
         runs = [layer.heads * width for layer in layers for width in (layer.k_dim, layer.v_dim)]
@@ -293,23 +296,6 @@ class TransformCodec(Codec):
 
     def _bases_of(self, unit: Unit) -> GroupBases:
         return self._bases.of(range(unit.layer, unit.layer + len(geometries(unit))))
-
-    def _center(
-        self,
-        bases: GroupBases,
-        layers: Sequence[LayerGeometry],
-        unit: Unit,
-        reference: Sequence[KeyValue] | None,
-        predicted: np.ndarray | None,
-    ) -> np.ndarray:
-        if reference is None:
-            return bases.mean
-        if predicted is None:
-            return to_rows(reference, layers, self._identity, unit.position)[0]
-        rows = self._beyond_mean(bases, layers, unit, reference)
-        rows *= prediction.shares()[predicted][:, None]
-        rows += bases.mean
-        return rows
 
     def _beyond_mean(
         self, bases: GroupBases, layers: Sequence[LayerGeometry], unit: Unit, reference: Sequence[KeyValue]

@@ -197,7 +197,7 @@ class GroupDecoder(UnitDecoder):
         return sorted(left)
 
     def _decode(self, jobs: Sequence[Job], dtype: str, words: Any) -> list[int]:
-        staged = Staged([job.payload for job in jobs])
+        staged = Staged([job.payload for job in jobs], [job.kept for job in jobs])
         found = _Tables(jobs, staged, [self._mean_at[job.unit.layer] for job in jobs], len(self._means))
         targets = self._targets(jobs, found)
         xp = device.arrays()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +39,8 @@ class Job:
         Slot of the unit's first token in the pages.
     reference : sequence of (ndarray, ndarray), optional
         For a unit with the reference flag: mapped values on the host, one pair of ``[H, T, D]`` a layer.
+    kept : array, optional
+        The payload's copy on the device, uint8, where there is one already.
     """
 
     payload: memoryview
@@ -45,10 +48,17 @@ class Job:
     places: tuple[LayerPlace, ...]
     slot: int = 0
     reference: Sequence[KeyValue] | None = None
+    kept: Any = None
 
 
 class Staged:
     """Payloads of several units, one after the other, on the host and on the device.
+
+    Parameters
+    ----------
+    payloads : sequence of memoryview
+    kept : sequence of array or None, optional
+        Copies of the first of them that are on the device already, uint8.
 
     Attributes
     ----------
@@ -58,7 +68,7 @@ class Staged:
         int64 ``[n + 1]``.
     """
 
-    def __init__(self, payloads: Sequence[memoryview]) -> None:
+    def __init__(self, payloads: Sequence[memoryview], kept: Sequence[Any] = ()) -> None:
         sizes = [len(payload) for payload in payloads]
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         # Kernels look at whole words: eight bytes more than there are.
@@ -69,8 +79,22 @@ class Staged:
             self.host[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
         self.host[self.offsets[-1] :] = 0
         device.mark("read payloads")
-        self.data = device.put(self.host) if lanes is None else lanes.upload(self.host)
+        upload = device.put if lanes is None else lanes.upload
+        self.data = upload(self.host) if all(copy is None for copy in kept) else self._gathered(kept, upload)
         device.mark("copy to device")
+
+    def _gathered(self, kept: Sequence[Any], upload: Callable[[np.ndarray], Any]) -> Any:
+        """The payloads on the device, of which only those cross over that are not there."""
+        data = device.arrays().empty(self.host.shape, self.host.dtype)
+        places = [slice(first, last) for first, last in itertools.pairwise(self.offsets.tolist())]
+        parts = [upload(self.host[place]) if copy is None else copy
+                 for place, copy in itertools.zip_longest(places, kept)]  # fmt: skip
+        for place, part in zip(places, parts, strict=True):
+            data[place] = part
+        # The copy stream may write to their memory once they are let go.
+        self._parts = parts
+        data[int(self.offsets[-1]) :] = 0
+        return data
 
 
 def places_of(layers: Sequence[LayerGeometry], tokens: int, words: Any, base: int = 0) -> tuple[LayerPlace, ...]:

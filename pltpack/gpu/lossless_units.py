@@ -62,7 +62,8 @@ class LosslessDecoder(UnitDecoder):
     def _decode(self, jobs: Sequence[Job], layout: Layout, cache: Any) -> list[int]:
         bodies = [_Body.read(job, layout) for job in jobs]
         extra = [frame for body in bodies if body is not None for frame in body.frames]
-        staged = Staged([*(job.payload for job in jobs), *(memoryview(frame) for frame in extra)])
+        staged = Staged([*(job.payload for job in jobs), *(memoryview(frame) for frame in extra)],
+                        [job.kept for job in jobs])  # fmt: skip
         units = np.zeros((len(jobs), UNIT_COLUMNS), np.int64)
         streams = np.zeros((len(jobs), STREAM_COLUMNS), np.int64)
         used: list[int] = []

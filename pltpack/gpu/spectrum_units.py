@@ -112,7 +112,7 @@ class SpectrumDecoder(UnitDecoder):
         if not taken:
             return list(range(len(jobs)))
         mine, some = [unit for unit in read if unit is not None], [jobs[i] for i in taken]
-        staged = Staged([job.payload for job in some])
+        staged = Staged([job.payload for job in some], [job.kept for job in some])
         units, streams = self._plan(mine, some, staged, group)
         wrong, rows = self._rows(mine, units, streams, staged, group, self._reference(some, group, layers))
         self._store(rows, some, units, layers)

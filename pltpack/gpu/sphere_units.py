@@ -53,7 +53,7 @@ class SphereDecoder(UnitDecoder):
         return sorted(left)
 
     def _decode(self, jobs: Sequence[Job], dtype: str, words: Any) -> list[int]:
-        staged = Staged([job.payload for job in jobs])
+        staged = Staged([job.payload for job in jobs], [job.kept for job in jobs])
         targets, left, numbers = place.Targets(), [], [np.zeros(1, np.int32)]
         parts = np.zeros((2 * len(jobs), PART_COLUMNS), np.int64)
         at = 1

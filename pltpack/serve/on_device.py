@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,34 @@ class _Source(NamedTuple):
     at: int
 
 
+class _Kept(NamedTuple):
+    """A payload on the host, which reads its fixed parts, and its copy on the device."""
+
+    host: bytes
+    on_device: Any
+
+
+class _Place:
+    """Where the centroids of a device are: see `pltpack.serve.centroids.Place`."""
+
+    def __init__(self, stages: DeviceStages) -> None:
+        # They hold the centroids.
+        self._stages = weakref.proxy(stages)
+
+    def keep(self, payload: bytes | memoryview | _Kept) -> _Kept:
+        """See `Place.keep`."""
+        if isinstance(payload, _Kept):
+            return payload
+        host = bytes(payload)
+        return _Kept(host, self._stages.backend.put(np.frombuffer(host, np.uint8)))
+
+    def decode(self, segment: Segment, record: np.void, payload: Any) -> list[WordPair]:
+        """See `Place.decode`."""
+        host, there = payload if isinstance(payload, _Kept) else (payload, None)
+        found: list[WordPair] = self._stages.decode_centroid(segment, record, memoryview(host), there)
+        return found
+
+
 class DeviceStages:
     """Decodes pieces of loads to a device; one for all loads of a loader.
 
@@ -53,7 +82,7 @@ class DeviceStages:
 
     def __init__(self, backend: CudaBackend, budget: int) -> None:
         self.backend = backend
-        self.centroids = Centroids(budget, self._decoded)
+        self.centroids = Centroids(budget, _Place(self))
 
     def decode(self, shard: Shard, piece: Piece) -> list[WordPair]:
         """Words of a piece's layers on the device.
@@ -142,11 +171,11 @@ class DeviceStages:
         except ValueError as error:
             raise FormatError(f"a unit cannot be decoded: {error}", segment.container.path) from None
 
-    def _decoded(self, segment: Segment, record: np.void) -> list[WordPair]:
-        """A library unit on the device, for `centroids`."""
+    def decode_centroid(self, segment: Segment, record: np.void, payload: memoryview, there: Any) -> list[WordPair]:
+        """A library unit on the device, from its payload and what is there of it already."""
         unit = segment.unit(record)
         fresh = self._fresh(unit.layers or (unit.geometry,), unit.tokens)
-        job = Job(memoryview(segment.checked_payload(record)), unit, tuple(place for _, place in fresh))
+        job = Job(payload, unit, tuple(place for _, place in fresh), kept=there)
         self._run(segment, segment.codec_of(record).on_host, [job])
         return [pair for pair, _ in fresh]
 

@@ -23,7 +23,7 @@ from pltpack.codec.base import KeyValue
 from pltpack.serve.channel import Channel
 from pltpack.serve.destinations import Destination
 from pltpack.serve.job import Job, LoadedLayer
-from pltpack.serve.layered import LayeredPiece, cut, is_layered
+from pltpack.serve.layered import LayeredStep, cut, is_layered
 from pltpack.serve.misses import Cancelled, MissError, TimedOut
 from pltpack.serve.plan import Piece, pieces_of, units_of
 from pltpack.serve.staged import Part, StagedContainer, advise, holding, ranges
@@ -40,8 +40,8 @@ class _Flight:
         self.piece, self.units = piece, units
         self.parts: Sequence[Part] = ()
         self.staged: Sequence[KeyValue] | None = None
-        # Of a step whose units are all begun: the pieces to take its layers from.
-        self.begun: Sequence[LayeredPiece] = ()
+        # Of a step whose units are all begun: what gives its layers.
+        self.begun: LayeredStep | None = None
 
 
 class Work:
@@ -68,7 +68,7 @@ class Work:
         steps = [list(group) for _, group in itertools.groupby(self._pieces, key=lambda piece: piece.step)]
         self._left = [len(step) for step in steps]
         self._layered = [job.device is None and is_layered(job.shard, step) for step in steps]
-        self._begun: list[list[LayeredPiece]] = [[] for _ in steps]
+        self._begun: list[LayeredStep | None] = [LayeredStep(job.shard) if each else None for each in self._layered]
         self._missing = set(range(layers))
         self._ready = [threading.Event() for _ in range(layers)]
         self._permits = threading.Semaphore(depth)
@@ -158,7 +158,7 @@ class Work:
                 self._check_time()
                 begin = time.perf_counter()
                 piece = flight.piece
-                if self._layered[piece.step] and not flight.begun:
+                if self._layered[piece.step] and flight.begun is None:
                     inlet.put_first(self._begin(flight))
                     self.timeline.add("decode", piece.label, begin, time.perf_counter())
                     continue
@@ -173,19 +173,18 @@ class Work:
 
     def _begin(self, flight: _Flight) -> list[_Flight]:
         """Begin a piece; once all of its step are, gives what is then to be decoded: layers of the whole step."""
-        piece, shard = flight.piece, self._job.shard
+        piece = flight.piece
+        begun = self._begun[piece.step]
+        assert begun is not None
         with holding(flight.parts):
-            begun = LayeredPiece(shard, piece)
-        with self._lock:
-            pieces = self._begun[piece.step]
-            pieces.append(begun)
+            begun.begin(piece)
         if not self._count(piece.step):
             return []
-        # Only the flights hold them from here on.
-        self._begun[piece.step] = []
+        # Only the flights hold it from here on.
+        self._begun[piece.step] = None
         flights = [_Flight(Piece(piece.step, layers, 0, self._job.tokens, True), ()) for layers in cut(piece.layers)]
         for each in flights:
-            each.begun = pieces
+            each.begun = begun
         return flights
 
     def _decode(self, flight: _Flight) -> None:
@@ -198,13 +197,12 @@ class Work:
         out = self._job.destination.room(piece.layers, piece.start, piece.stop)
         if out is None:
             out = flight.staged = self._buffer(piece)
-        if flight.begun:
-            for part in flight.begun:
-                part.finish(piece.layers, out)
+        if flight.begun is not None:
+            flight.begun.finish(piece.layers, out)
         else:
             with holding(flight.parts):
                 decode_layers(self._job.shard, piece.layers, piece.start, piece.stop, out)
-        flight.parts = flight.begun = ()
+        flight.parts, flight.begun = (), None
 
     def _scatter(self, flight: _Flight) -> None:
         if flight.staged is None:
