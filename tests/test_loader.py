@@ -206,6 +206,22 @@ def test_layers_of_one_unit_come_one_after_the_other(tmp_path, memory, workers):
     assert not loader_threads()
 
 
+def test_all_workers_decode_the_layers_of_a_step(tmp_path, monkeypatch):
+    profile = profiles_common.save_profile(tmp_path / "p.safetensors", group=3)
+    pltpack.compress([profiles_common.session("a", np.arange(40))], tmp_path / "a", profile=profile, block=8)
+    # The third layer comes alone.
+    together, finish = threading.Barrier(2, timeout=20), layered.LayeredStep.finish
+
+    def meet(step, layers, out):
+        if layers.start < 2:
+            together.wait()
+        finish(step, layers, out)
+
+    monkeypatch.setattr(layered.LayeredStep, "finish", meet)
+    with pltpack.open(tmp_path / "a") as archive, archive.loader(workers=2) as loader:
+        assert same(loader.load(loader.lookup(np.arange(40))), archive.read("a"), 40)
+
+
 def test_a_begun_unit_gives_its_layers_in_any_order(tmp_path):
     codec = profiles_common.started(profiles_common.random_profile(group=3), step=0.5)
     arrays = profiles_common.values_of(np.arange(70))
@@ -833,6 +849,18 @@ def test_channels_end_when_their_writers_have_left():
     waiting.join()
     channel.leave()
     assert channel.get() is None
+    # A reader that makes several items of one keeps it open for the others.
+    held = Channel[int](1)
+    held.put(1)
+    held.leave()
+    assert held.get(hold=True) == 1
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(held.get)
+        assert not other.done()
+        held.put_first([5, 6])
+        held.leave()
+        assert other.result(timeout=10) == 5
+    assert [held.get(), held.get()] == [6, None]
     full = Channel[int](1)
     full.put(1)
     threading.Timer(0.05, full.cancel).start()

@@ -46,14 +46,19 @@ class Channel(Generic[Item]):
                 self._items.extendleft(reversed(items))
                 self._changed.notify_all()
 
-    def get(self) -> Item | None:
-        """The next item, waited for; None when there will be no more."""
+    def get(self, hold: bool = False) -> Item | None:
+        """The next item, waited for; None when there will be no more.
+
+        A reader that may `put_first` says that it will `hold` the channel: to all others it is a writer, too, until it
+        calls `leave`.
+        """
         with self._changed:
             while not (self._items or self._cancelled or self._writers <= 0):
                 self._changed.wait()
             if self._cancelled or not self._items:
                 return None
             item = self._items.popleft()
+            self._writers += hold
             self._changed.notify_all()
             return item
 

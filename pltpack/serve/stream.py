@@ -154,17 +154,18 @@ class Work:
 
     def _decode_all(self, inlet: Channel[_Flight], outlet: Channel[_Flight]) -> None:
         try:
-            while (flight := inlet.get()) is not None:
+            # Held, or others would leave before the layers of what is begun here are put to be decoded.
+            while (flight := inlet.get(hold=True)) is not None:
                 self._check_time()
-                begin = time.perf_counter()
-                piece = flight.piece
-                if self._layered[piece.step] and flight.begun is None:
+                begin, piece = time.perf_counter(), flight.piece
+                layered = self._layered[piece.step] and flight.begun is None
+                if layered:
                     inlet.put_first(self._begin(flight))
-                    self.timeline.add("decode", piece.label, begin, time.perf_counter())
-                    continue
-                self._decode(flight)
+                inlet.leave()
+                if not layered:
+                    self._decode(flight)
                 self.timeline.add("decode", piece.label, begin, time.perf_counter())
-                if not outlet.put(flight):
+                if not layered and not outlet.put(flight):
                     return
         except BaseException as error:
             self.fail(error)
