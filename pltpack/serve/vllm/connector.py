@@ -73,7 +73,9 @@ class PltpackConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner: Planner | None = None
         self._worker: Worker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._planner = Planner(self._archive, shape.block_size, settings.salt, settings.capture)
+            self._planner = Planner(
+                self._archive, shape.block_size, settings.salt, settings.capture, settings.recompute_last
+            )
         else:
             keeper = Keeper(settings, own, self._archive.refresh) if settings.capture else None
             self._worker = Worker(self._archive, shape, vllm_config.cache_config.cache_dtype, keeper)

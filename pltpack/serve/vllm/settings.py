@@ -42,6 +42,8 @@ class ConnectorSettings:
         Units in flight, see `pltpack.serve.loader.Loader`; `workers` and `memory` too.
     timeout : float or None
         Seconds that one load may take.
+    recompute_last : int
+        Last tokens of a prompt that the engine computes though they are stored; at least 1.
     queue_bytes : int
         Captured caches that may wait to be written; further ones are not kept.
     """
@@ -59,6 +61,7 @@ class ConnectorSettings:
     workers: int | None = None
     memory: int = 1 << 30
     timeout: float | None = None
+    recompute_last: int = 1
     queue_bytes: int = 1 << 30
 
     @classmethod
@@ -73,7 +76,7 @@ class ConnectorSettings:
         kinds: dict[str, type | tuple[type, ...]] = {
             "archive": str, "capture": bool, "capture_to": str, "dumps": str, "quality": str, "profile": str,
             "salt": str, "model": str, "accept_unknown": (list, tuple), "depth": int, "workers": int, "memory": int,
-            "timeout": (int, float), "queue_bytes": int,
+            "timeout": (int, float), "recompute_last": int, "queue_bytes": int,
         }  # fmt: skip
         values: dict[str, Any] = {}
         for name, value in extra.items():
@@ -88,6 +91,8 @@ class ConnectorSettings:
             raise UnsupportedError("kv_connector_extra_config needs 'archive', the folder of an archive")
         if values.get("capture_to", DUMPS) not in (DUMPS, ARCHIVE):
             raise UnsupportedError(f"kv_connector_extra_config: 'capture_to' is neither {DUMPS!r} nor {ARCHIVE!r}")
+        if values.get("recompute_last", 1) < 1:
+            raise UnsupportedError("kv_connector_extra_config: 'recompute_last' is less than 1")
         unknown = set(values.get("accept_unknown", ())) - set(Identity.ARCHIVE_FIELDS)
         if unknown:
             raise UnsupportedError(f"kv_connector_extra_config: no identity field {sorted(map(str, unknown))[0]!r}")

@@ -47,10 +47,15 @@ class Planner:
         The tenant.
     capture : bool
         Whether new prompts are kept.
+    recompute : int
+        Last tokens of a prompt that the engine computes though they are stored; at least 1.
     """
 
-    def __init__(self, archive: FollowedArchive, block_size: int, salt: str | None, capture: bool) -> None:
+    def __init__(
+        self, archive: FollowedArchive, block_size: int, salt: str | None, capture: bool, recompute: int = 1
+    ) -> None:
         self._archive, self._size, self._salt, self._capture = archive, block_size, salt, capture
+        self._recompute = recompute
         # Of requests that wait: tokens that the engine has, and tokens that are stored.
         self._asked: dict[str, tuple[int, int]] = {}
         self._loads: list[Load] = []
@@ -60,14 +65,14 @@ class Planner:
         self._sent: collections.deque[Load] = collections.deque(maxlen=MOST_SENT)
 
     def matched(self, request: Any, computed: int) -> int:
-        """Tokens of a prompt that can be loaded beyond those computed: whole blocks, and never its last token."""
+        """Tokens of a prompt that can be loaded beyond those computed: whole blocks, and never the last to compute."""
         tokens = self._ids(request)
         loader = self._archive.loader()
         if tokens is None:
             return 0
         stored = 0 if loader is None else loader.lookup(tokens).tokens
         self._asked[request.request_id] = computed, stored
-        whole = min(stored, len(tokens) - 1) // self._size * self._size
+        whole = min(stored, len(tokens) - self._recompute) // self._size * self._size
         return max(0, whole - computed) if computed % self._size == 0 else 0
 
     def _ids(self, request: Any) -> np.ndarray | None:
