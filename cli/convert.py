@@ -68,13 +68,14 @@ def convert(
         click.echo(f"{plain(output)}: {count(len(files), 'file')}, {size(written)}")
 
 
-@click.command(short_help="Write the file with which an engine starts warm.")
+@click.command(short_help="Write the files with which an engine starts warm.")
 @archive_argument
 @click.option("--engine", type=FORMAT, required=True, metavar="NAME", help="Engine that loads it: llama.cpp, mlx, ...")
-@click.option("--session", metavar="ID", help="The whole of this session.")
-@click.option("--prompt-tokens", type=PATH, metavar="FILE",
-              help="JSON list of token ids: the longest stored prefix of it, in whole blocks.")  # fmt: skip
-@click.option("-o", "--output", type=PATH, required=True, metavar="FILE", help="File to write or to replace.")
+@click.option("--session", "sessions", multiple=True, metavar="ID", help="The whole of this session; may be repeated.")
+@click.option("--prompt-tokens", "prompts", type=PATH, multiple=True, metavar="FILE",
+              help="JSON list of token ids: the longest stored prefix of it, in whole blocks; repeatable.")  # fmt: skip
+@click.option("-o", "--output", type=PATH, required=True, metavar="FILE",
+              help="File to write or to replace; a folder of files where several are asked for.")  # fmt: skip
 @write_options
 @_accept_unknown
 @click.option("--salt", metavar="TENANT", help="With --prompt-tokens, look in this tenant's sessions.")
@@ -84,25 +85,32 @@ def convert(
 @inexact_option
 @json_option
 def warm(
-    archive: Path, engine: str, session: str | None, prompt_tokens: Path | None, output: Path,
+    archive: Path, engine: str, sessions: tuple[str, ...], prompts: tuple[Path, ...], output: Path,
     to_options: dict[str, str], target: Path | None, accept_unknown: tuple[str, ...], salt: str | None,
     profile: Path | None, model: Path | None, inexact: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write one session, or what is stored of a prompt, as the file that an engine loads.
 
     At least one token of a prompt is left for the engine, which needs one to say what comes next. Exits with 2 if
-    nothing of it is stored.
+    nothing of it is stored. Several files, named after the sessions or the prompts' files, go to the folder named by
+    --output; the archive is opened and its profile prepared once for all.
     """
-    from pltpack.serve.engine_file import warm_file
+    from pltpack.serve.engine_file import warm_file, warm_files
 
-    if (session is None) == (prompt_tokens is None):
-        raise click.UsageError("give either --session or --prompt-tokens")
-    result = warm_file(archive, engine, output, session=session, prompt=prompt_tokens,
-                       options=engine_options(to_options, engine, target), target=known_identity(target, None),
-                       accept_unknown=accept_unknown, salt=salt, profile=profile,
-                       rebuild=rebuilder(archive, model, inexact))  # fmt: skip
-    if as_json:
-        print_json(result)
+    settings = {"options": engine_options(to_options, engine, target), "target": known_identity(target, None),
+                "accept_unknown": accept_unknown, "salt": salt, "profile": profile,
+                "rebuild": rebuilder(archive, model, inexact)}  # fmt: skip
+    several = len(sessions) + len(prompts) > 1
+    if several:
+        results = warm_files(archive, engine, output, sessions=sessions, prompts=prompts, **settings)
+    elif sessions or prompts:
+        chosen = {"session": sessions[0]} if sessions else {"prompt": prompts[0]}
+        results = [warm_file(archive, engine, output, **chosen, **settings)]
     else:
+        raise click.UsageError("give either --session or --prompt-tokens")
+    if as_json:
+        print_json(results if several else results[0])
+        return
+    for result in results:
         of = f" of {result['prompt_tokens']}" if result["prompt_tokens"] is not None else ""
-        click.echo(f"{plain(output)}: {count(result['tokens'], 'token')}{of}, {size(result['bytes'])}")
+        click.echo(f"{plain(result['file'])}: {count(result['tokens'], 'token')}{of}, {size(result['bytes'])}")

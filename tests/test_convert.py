@@ -8,7 +8,7 @@ import resource
 
 import numpy as np
 import pytest
-from cli_common import run
+from cli_common import done, run
 from engines_common import GGUF, HALF, MODEL, TOKENS, unpacked
 
 import pltpack
@@ -77,6 +77,25 @@ def test_the_stored_prefix_of_a_prompt(tmp_path):
     with pytest.raises(NotFoundError, match="nothing of this prompt of 3 tokens is stored"):
         warm_file(tmp_path / "a", "llama.cpp", tmp_path / "no.bin", prompt=np.array([9, 9, 9]))
     assert not (tmp_path / "no.bin").exists()
+
+
+def test_several_files_from_one_open_archive(tmp_path):
+    dump = unpacked("llama-q8_0.bin", tmp_path)
+    pltpack.compress([dump], tmp_path / "a", quality="lossless", identity=GGUF, block=4)
+    prompt = tmp_path / "p.json"
+    prompt.write_text(json.dumps([*TOKENS[:10], 1, 2, 3]))
+    warm = ["warm", tmp_path / "a", "--engine", "llama.cpp", "--session", "llama-q8_0", "--prompt-tokens", prompt]
+    found = json.loads(done(*warm, "-o", tmp_path / "out", "--json"))
+    assert [row["tokens"] for row in found] == [12, 8]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["llama-q8_0.bin", "p.bin"]
+    assert (tmp_path / "out" / "llama-q8_0.bin").read_bytes() == dump.read_bytes()
+    with pltpack.open(tmp_path / "a") as opened:
+        warm_file(opened, "llama.cpp", tmp_path / "warm.bin", prompt=prompt)
+        assert opened.sessions == ["llama-q8_0"]
+    assert (tmp_path / "warm.bin").read_bytes() == (tmp_path / "out" / "p.bin").read_bytes()
+    twice = run(*warm, "--prompt-tokens", prompt, "-o", tmp_path / "out")
+    assert twice.exit_code == 2 and "two files would be named 'p'" in twice.stderr
+    assert run(*warm, "-o", prompt).exit_code == 2
 
 
 def test_from_the_command_line(tmp_path, model):

@@ -18,6 +18,7 @@ import pltpack
 from pltpack.archive import profiles, spans
 from pltpack.archive.decoding import span_pieces
 from pltpack.archive.settings import Target
+from pltpack.codec.profile import Profile
 from pltpack.codec.transform import TransformCodec
 from pltpack.dumps import open_dumps, write_dump
 from pltpack.errors import (
@@ -571,3 +572,36 @@ class TestTargets:
     def test_malformed_targets(self, target: Target, profile: Path, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError):
             pltpack.compress(snapshots("alpha"), tmp_path / "a", profile=profile, target=target)
+
+
+def test_archives_of_one_profile_share_what_is_made_of_it(archive, profile, tmp_path):
+    other = tmp_path / "small"
+    pltpack.compress(snapshots("alpha"), other, profile=profile, quality="small")
+    with pltpack.open(archive) as first, pltpack.open(other) as second:
+        wanted = [second.read("alpha").layer(layer) for layer in range(len(LAYERS))]
+        before = first.libraries[0].codec(0)
+        assert next(before.all_bases()) is next(second.libraries[0].codec(0).all_bases())
+        assert before.get_config() != second.libraries[0].codec(0).get_config()
+    del first, second, before
+    with pltpack.open(other) as alone:
+        for layer, (keys, values) in enumerate(wanted):
+            found = alone.read("alpha").layer(layer)
+            np.testing.assert_array_equal(found[0].view(np.uint16), keys.view(np.uint16))
+            np.testing.assert_array_equal(found[1].view(np.uint16), values.view(np.uint16))
+
+
+def test_a_loader_made_ready_makes_nothing_of_the_profile_any_more(archive, monkeypatch):
+    with pltpack.open(archive) as opened, opened.loader() as loader:
+        loader.prepare()
+        for name in ("shared", "local", "unwhitened"):
+            monkeypatch.setattr(Profile, name, None)
+        for session_name, tokens in SESSIONS.items():
+            if len(tokens) >= 32:
+                loader.load(loader.lookup(tokens))
+                opened.read(session_name)
+
+
+def test_a_profile_that_is_not_found_is_said_when_a_loader_is_made_ready(profile, tmp_path):
+    pltpack.compress(snapshots("alpha"), tmp_path / "a", external_profile=profile)
+    with pltpack.open(tmp_path / "a") as opened, pytest.raises(NotFoundError, match="profile"):
+        opened.loader().prepare()

@@ -123,6 +123,14 @@ def test_a_shared_prefix_hits_its_whole_blocks(folder):
     assert planner.matched(request(np.arange(400) + 5000), 0) == 0
 
 
+def test_the_last_token_is_not_computed_alone_unless_that_is_asked_for(folder):
+    prompts = [np.append(LONG, [7] * more) for more in (0, 1, 2)]
+    for recompute, found in ((2, [480, 480, 512]), (1, [480, 512, 512]), (40, [448, 448, 448])):
+        planner = Planner(followed(folder), BLOCK, None, capture=False, recompute=recompute)
+        assert [planner.matched(request(prompt), 0) for prompt in prompts] == found
+    assert Planner(followed(folder), BLOCK, None, capture=False).matched(request(prompts[1]), 0) == 480
+
+
 @pytest.mark.parametrize(
     "more", [{"cache_salt": "b"}, {"lora_request": object()}, {"mm_features": [1]}, {"prompt_embeds": object()},
              {"skip_reading_prefix_cache": True}]
@@ -220,8 +228,19 @@ def test_a_shard_that_cannot_be_opened_does_not_keep_the_engine_from_starting(fo
     for shard in (folder / "shards").iterdir():
         shard.write_bytes(shard.read_bytes()[:-1])
     archive = followed(folder)
-    archive.warm_up()
+    archive.warm_up().join(60)
     assert Planner(archive, BLOCK, None, capture=False).matched(request(LONG), 0) == 0
+
+
+def test_a_generation_is_made_ready_as_it_comes(folder):
+    archive = followed(folder)
+    archive.warm_up().join(60)
+    assert archive.loader().read_bytes > 0
+    pltpack.append(folder, [session("b", np.arange(64) + 7000, 1)])
+    archive.refresh()
+    loader = archive.loader()
+    archive.warm_up().join(60)
+    assert loader is archive.loader() and loader.read_bytes > 0
 
 
 # Identity and settings.
@@ -259,6 +278,7 @@ def test_the_archive_s_word_is_taken_for_the_style_of_rotation(folder):
         ({}, "'archive'"), ({"archive": "a", "capture": 1}, "'capture'"), ({"archive": "a", "x": 1}, "'x'"),
         ({"archive": "a", "capture_to": "moon"}, "capture_to"), ({"archive": "a", "depth": True}, "'depth'"),
         ({"archive": "a", "accept_unknown": ["shoe"]}, "shoe"),
+        ({"archive": "a", "recompute_last": 0}, "recompute_last"),
     ],
 )  # fmt: skip
 def test_settings_that_are_wrong_are_named(extra, fact):

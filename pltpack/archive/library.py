@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pltpack.archive import profiles
 from pltpack.archive.backends import placed
 from pltpack.archive.embeddings import as_known
 from pltpack.archive.segments import Segment, strings
+from pltpack.archive.started import start
 from pltpack.codec import registry
 from pltpack.codec.base import Codec, State
 from pltpack.errors import FormatError, PltpackError
@@ -158,9 +160,15 @@ class Library(Segment):
                 codec_id, config = self.state_entry(index)
                 try:
                     codec = registry.codec(codec_id, config)
-                    if codec.calibrated != (self.profile_digest(index) is not None):
+                    profile = self.profile_digest(index)
+                    if codec.calibrated != (profile is not None):
                         raise ValueError("a profile that its codec does not take, or none where it needs one")
-                    codec.start(self.state(index), as_known(self.identity, self.minor))
+                    known = as_known(self.identity, self.minor)
+                    state = functools.cache(functools.partial(self.state, index))
+                    if not self.embeds(index):
+                        # Its profile must be there, whether or not another archive has it open.
+                        state()
+                    start(codec, profile, known, state)
                     self._codecs[index] = placed(codec, self._backend)
                 except ValueError as error:
                     raise FormatError(f"codec state {index}: {error}", self.container.path) from None

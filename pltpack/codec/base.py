@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -189,6 +189,14 @@ class Codec(abc.ABC):
         ValueError
             If the state does not fit the codec or the identity's geometry.
         """
+
+    def share(self, other: Codec) -> bool:
+        """Be started as another codec is that was started with the same state and identity; False if it cannot be."""
+        return False
+
+    def preparations(self) -> Sequence[Callable[[], object]]:
+        """What a started codec makes when decoding first asks for it, as calls, for whoever cannot wait then."""
+        return ()
 
     @abc.abstractmethod
     def encode(self, unit: Unit, keys: np.ndarray, values: np.ndarray, reference: KeyValue | None = None) -> bytes:

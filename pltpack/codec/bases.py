@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numba
@@ -142,6 +142,15 @@ class GroupBases:
             out[some] += spread.own[some, part] @ self._own(index)
         return out
 
+    def preparations(self) -> list[Callable[[], object]]:
+        """What `layer_rows` makes when it first needs it, a call for each layer."""
+
+        def prepare(index: int) -> None:
+            self._layer(index)
+            self._own(index)
+
+        return [functools.partial(prepare, index) for index in range(len(self._locks))]
+
     def _layer(self, index: int) -> np.ndarray:
         """Columns of one layer of the shared basis for un-rotated rows, filled up with zeros: ``[components, C]``."""
         with self._locks[index]:
@@ -150,8 +159,10 @@ class GroupBases:
                 layer = self.group.start + index
                 part = slice(*(self._profile.rows[at] - self.group.first for at in (layer, layer + 1)))
                 columns = self._profile.shared(self.group, part)
-                found = np.zeros((self.rank, -(-columns.shape[1] // products.LANES) * products.LANES), np.float32)
-                found[:, : columns.shape[1]] = self._profile.unwhitened(columns, range(layer, layer + 1))
+                width = columns.shape[1]
+                found = np.empty((self.rank, -(-width // products.LANES) * products.LANES), np.float32)
+                self._profile.unwhitened(columns, range(layer, layer + 1), found[:, :width])
+                found[:, width:] = 0
                 self._shared[index] = found
             return found
 

@@ -213,14 +213,14 @@ class Profile:
         found: np.ndarray = self._local[at : at + rows * rows].reshape(rows, rows) * scale
         return found
 
-    def unwhitened(self, basis: np.ndarray, layers: range) -> np.ndarray:
+    def unwhitened(self, basis: np.ndarray, layers: range, out: np.ndarray | None = None) -> np.ndarray:
         """``basis F^-½``: what rebuilds un-rotated rows from coefficients; float32 ``[components, rows]``."""
-        out = np.empty(basis.shape, np.float32)
+        out = np.empty(basis.shape, np.float32) if out is None else out
         at = 0
         for layer in layers:
             for index, width in enumerate(blocks_of(self.layers[layer]), self._first_block(layer)):
                 inverse = self._inverse_roots[index].astype(np.float32)
-                out[:, at : at + width] = basis[:, at : at + width] @ inverse
+                np.matmul(basis[:, at : at + width], inverse, out=out[:, at : at + width])
                 at += width
         return out
 

@@ -8,7 +8,7 @@ keys and values of all layers of a group in one basis, and with a second basis a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -104,6 +104,18 @@ class TransformCodec(Codec):
         self._identity = identity
         self._tables = self._profile.coder
         self._bases = Bases(self._profile)
+
+    def share(self, other: Codec) -> bool:
+        """See `Codec.share`: the matrices are the profile's, whatever the step."""
+        if not isinstance(other, TransformCodec):
+            return False
+        self._profile, self._identity = other._profile, other._identity
+        self._tables, self._bases = other._tables, other._bases
+        return True
+
+    def preparations(self) -> list[Callable[[], object]]:
+        """See `Codec.preparations`: one call a layer."""
+        return [single_threaded(call) for bases in self._bases for call in bases.preparations()]
 
     @property
     def profile(self) -> Profile:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from pltpack.archive.convert import check_target
 from pltpack.archive.reader import Archive
 from pltpack.archive.recompute import Rebuild
 from pltpack.dumps import write_dump
+from pltpack.dumps.atomic import make_folder
 from pltpack.dumps.base import MAX_JSON, parse_json
 from pltpack.dumps.tokens import token_ids
 from pltpack.errors import ConflictError, DumpError, NotFoundError, UnsupportedError
+from pltpack.names import session_to_file
 from pltpack.snapshot import Identity, Snapshot
 from pltpack.store.folders import named_after
 
@@ -26,7 +29,7 @@ PathLike = str | os.PathLike[str]
 
 
 def warm_file(
-    archive: PathLike,
+    archive: PathLike | Archive,
     engine: str,
     output: PathLike,
     *,
@@ -38,12 +41,14 @@ def warm_file(
     salt: str | None = None,
     profile: PathLike | None = None,
     rebuild: Rebuild | None = None,
+    suffixed: bool = False,
 ) -> dict[str, Any]:
     """Write the file with which an engine starts warm.
 
     Parameters
     ----------
-    archive : path-like
+    archive : path-like or Archive
+        One that is open keeps what it has prepared from file to file.
     engine : str
         Name of its dump format.
     output : path-like
@@ -62,7 +67,10 @@ def warm_file(
     profile : path-like, optional
         The profile of an archive that refers to one outside.
     rebuild : Rebuild, optional
-        Runs the model for sessions that are made again by one, which a prompt finds only with it.
+        Runs the model for sessions that are made again by one, which a prompt finds only with it; that of an open
+        archive is its own.
+    suffixed : bool
+        Add the format's own suffix to the name of the file.
 
     Returns
     -------
@@ -78,7 +86,12 @@ def warm_file(
     FormatError, MissError, UnsupportedError
     """
     ids = None if prompt is None else _prompt(prompt)
-    with Archive(archive, profile=profile, rebuild=rebuild) as opened:
+    with contextlib.ExitStack() as stack:
+        opened: Archive
+        if isinstance(archive, Archive):
+            opened = archive
+        else:
+            opened = stack.enter_context(Archive(archive, profile=profile, rebuild=rebuild))
         if target is not None:
             check_target(opened.identity, target, accept_unknown, str(opened.path))
         if session is not None:
@@ -87,9 +100,62 @@ def warm_file(
             snapshot = _prefix(opened, ids, salt) if rebuild is None else _made_prefix(opened, ids, salt)
         else:
             raise UnsupportedError("neither a session nor a prompt was named")
-        written = _write(snapshot, engine, Path(output), options)
+        written = _write(snapshot, engine, Path(output), options, suffixed)
     return {"file": written, "bytes": written.stat().st_size, "tokens": len(snapshot), "session": snapshot.session,
             "prompt_tokens": None if ids is None else len(ids)}  # fmt: skip
+
+
+def warm_files(
+    archive: PathLike,
+    engine: str,
+    output: PathLike,
+    *,
+    sessions: Sequence[str] = (),
+    prompts: Sequence[PathLike] = (),
+    profile: PathLike | None = None,
+    rebuild: Rebuild | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Write a file for each of several sessions or prompts; the archive is opened and prepared once.
+
+    Parameters
+    ----------
+    archive : path-like
+    engine : str
+    output : path-like
+        Folder, made if it is not there. Files are named after the sessions, or the files of the prompts.
+    sessions : sequence of str
+    prompts : sequence of path-like
+    profile : path-like, optional
+    rebuild : Rebuild, optional
+    **settings
+        For `warm_file`.
+
+    Returns
+    -------
+    list of dict
+        As of `warm_file`; those of the sessions first.
+
+    Raises
+    ------
+    ConflictError
+        If two files would have one name, or `output` is a file.
+    PltpackError
+        As of `warm_file`. Files that were written before are left.
+    """
+    names = [session_to_file(name) for name in sessions] + [Path(prompt).stem for prompt in prompts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConflictError(f"two files would be named {twice!r}", output)
+    folder = Path(output)
+    make_folder(folder)
+    with Archive(archive, profile=profile, rebuild=rebuild) as opened:
+        jobs: list[dict[str, Any]] = [{"session": name} for name in sessions]
+        jobs += [{"prompt": prompt} for prompt in prompts]
+        return [
+            warm_file(opened, engine, folder / name, **job, **settings, rebuild=rebuild, suffixed=True)
+            for name, job in zip(names, jobs, strict=True)
+        ]
 
 
 def _prompt(prompt: PathLike | np.ndarray) -> np.ndarray:
@@ -138,8 +204,10 @@ def _nothing(archive: Archive, ids: np.ndarray) -> NotFoundError:
     return NotFoundError(f"nothing of this prompt of {len(ids)} tokens is stored", archive.path)
 
 
-def _write(snapshot: Snapshot, engine: str, output: Path, options: Mapping[str, str] | None) -> Path:
-    if output.is_dir():
+def _write(
+    snapshot: Snapshot, engine: str, output: Path, options: Mapping[str, str] | None, suffixed: bool
+) -> Path:
+    if output.is_dir() and not suffixed:
         raise ConflictError("is a folder, but a file is to be written", output)
     if not output.parent.is_dir():
         raise NotFoundError("no such folder", output.parent)
@@ -149,6 +217,9 @@ def _write(snapshot: Snapshot, engine: str, output: Path, options: Mapping[str, 
             files = write_dump(dataclasses.replace(snapshot, session="warm"), temp / "dump", engine, options)
         if len(files) != 1 or not files[0].is_file():
             raise UnsupportedError(f"dump format {engine!r} is not one file per session: use pltpack convert")
+        output = output.with_name(output.name + files[0].suffix) if suffixed else output
+        if output.is_dir():
+            raise ConflictError("is a folder, but a file is to be written", output)
         os.replace(files[0], output)
     finally:
         shutil.rmtree(temp, ignore_errors=True)

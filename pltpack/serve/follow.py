@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -11,8 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from pltpack.errors import PltpackError
 from pltpack.format.manifest import NAME
@@ -77,6 +74,7 @@ class FollowedArchive:
         self._former: _Opened | None = None
         # What another process found damaged, whatever the generation.
         self._left_out: set[str] = set()
+        self._warming: threading.Thread | None = None
         self._looked = time.monotonic()
         stamp = self._stamp()
         if stamp is not None:
@@ -126,6 +124,9 @@ class FollowedArchive:
         if self._former is not None:
             self._former.archive.close()
         self._former, self._opened = self._opened, opened
+        if self._warming is not None:
+            self._warming = None
+            self.warm_up()
 
     def refresh(self) -> None:
         """Look for a new generation at the next `loader`, without waiting."""
@@ -139,23 +140,34 @@ class FollowedArchive:
             if self._opened is not None:
                 self._opened.loader.leave_out(session)
 
-    def warm_up(self) -> None:
-        """Open every shard and decode a block, so that the first request need not wait for that."""
-        loader = self.loader()
-        if loader is None:
+    def warm_up(self) -> threading.Thread:
+        """Begin to make ready for requests: this generation now, on the thread that is returned, and each that follows.
+
+        What is not ready when the first request comes is waited for by it.
+        """
+        with self._lock:
+            if self._warming is None:
+                self._warming = threading.Thread(target=self._prepare, name="pltpack-prepare", daemon=True)
+                self._warming.start()
+            return self._warming
+
+    def _prepare(self) -> None:
+        opened = self._opened
+        if opened is None:
             return
-        # Opens all shards; a damaged one is counted and left out, here as later.
-        loader.lookup(np.zeros(1, np.int32))
-        with contextlib.suppress(PltpackError):
-            for session in loader.archive.sessions[:1]:
-                hit = loader.lookup(loader.archive.shard(session).tokens)
-                if hit:
-                    loader.load(hit.first(hit.block))
+        try:
+            opened.loader.prepare()
+        # Loads that meet the same are misses, one by one.
+        except Exception as error:
+            if self._opened is opened:
+                shown = None if isinstance(error, PltpackError) else error
+                log.warning("the archive is not made ready: %s", error, exc_info=shown)
 
     def close(self) -> None:
         """Close all; harmless when repeated."""
         with self._lock:
-            for opened in (self._opened, self._former):
+            both = self._opened, self._former
+            self._opened = self._former = None
+            for opened in both:
                 if opened is not None:
                     opened.archive.close()
-            self._opened = self._former = None

@@ -65,6 +65,7 @@ class PltpackRemoteConnector(RemoteConnector):
         own = Identity(layers=(geometry,) * layers, keys="rotated", tp_rank=metadata.worker_id,
                        tp_size=metadata.world_size, salt=extra.get("pltpack.salt"))  # fmt: skip
         archive = FollowedArchive(extra["pltpack.archive"], lambda _: own, extra.get("pltpack.accept_unknown", ()))
+        archive.warm_up()
         database = ChunkedTokenDatabase(config, metadata)
 
         def chain(tokens: np.ndarray) -> list[tuple[str, int, int]]:

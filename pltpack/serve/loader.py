@@ -25,6 +25,7 @@ from pltpack.serve.guard import Alert, AlertLimits, LoadGuard
 from pltpack.serve.job import Job
 from pltpack.serve.misses import LASTING, MissError, Misses, reason_of
 from pltpack.serve.prefixes import Hit, PrefixIndex, library_paths
+from pltpack.serve.preparation import prepare_loader
 from pltpack.serve.staged import Reads, staged, staged_shard
 from pltpack.serve.stream import LoadedLayer, Stream, Work
 from pltpack.snapshot import Identity
@@ -130,6 +131,16 @@ class Loader:
             timeout=timeout,
         )  # fmt: skip
         self._fallbacks = Fallbacks(LoadGuard(limits, on_alert), raw)
+
+    def prepare(self) -> None:
+        """Open all sessions and make what the first load would make, for a process that starts before its requests.
+
+        Raises
+        ------
+        FormatError, NotFoundError
+            If a codec's state is damaged, or a profile is not found.
+        """
+        prepare_loader(self, self._prefixes(), self._device is None)
 
     def lookup(self, token_ids: Any) -> Hit:
         """The longest stored prefix of a prompt, over all sessions and library paths of the tenant, in whole blocks.

@@ -82,6 +82,7 @@ class PltpackStorage(HiCacheStorage):
                             salt=self._extra.get("salt"))  # fmt: skip
 
         archive = FollowedArchive(self._extra["archive"], expected, self._extra.get("accept_unknown", ()))
+        archive.warm_up()
         page = int(pool.page_size)
 
         def chain(tokens: np.ndarray) -> list[tuple[str, int, int]]:

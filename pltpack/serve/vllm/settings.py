@@ -61,7 +61,7 @@ class ConnectorSettings:
     workers: int | None = None
     memory: int = 1 << 30
     timeout: float | None = None
-    recompute_last: int = 1
+    recompute_last: int = 2
     queue_bytes: int = 1 << 30
 
     @classmethod
@@ -91,7 +91,7 @@ class ConnectorSettings:
             raise UnsupportedError("kv_connector_extra_config needs 'archive', the folder of an archive")
         if values.get("capture_to", DUMPS) not in (DUMPS, ARCHIVE):
             raise UnsupportedError(f"kv_connector_extra_config: 'capture_to' is neither {DUMPS!r} nor {ARCHIVE!r}")
-        if values.get("recompute_last", 1) < 1:
+        if values.get("recompute_last", 2) < 1:
             raise UnsupportedError("kv_connector_extra_config: 'recompute_last' is less than 1")
         unknown = set(values.get("accept_unknown", ())) - set(Identity.ARCHIVE_FIELDS)
         if unknown:

@@ -52,7 +52,7 @@ class Planner:
     """
 
     def __init__(
-        self, archive: FollowedArchive, block_size: int, salt: str | None, capture: bool, recompute: int = 1
+        self, archive: FollowedArchive, block_size: int, salt: str | None, capture: bool, recompute: int = 2
     ) -> None:
         self._archive, self._size, self._salt, self._capture = archive, block_size, salt, capture
         self._recompute = recompute
