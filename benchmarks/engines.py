@@ -3,7 +3,8 @@
 For each engine: 8 prompts that share their first 300 tokens are run cold and their caches saved; these become archives
 of the tiers `lossless` and `balanced`; and a new process starts from what the archive gives back. Reported per tier:
 whether the first token and a greedy continuation of 32 tokens equal the cold ones, and how many times sooner the first
-token comes (model loaded in both; decoding the archive is counted as part of the warm start).
+token comes (model loaded in both; decoding the archive is counted as part of the warm start, opening and preparing it
+is not: a serving process does that once, as it loads its model, and it is reported as `prepare_seconds`).
 
 One module per engine, ``benchmarks/engines_<name>.py`` with dashes and dots as underscores: a program that the engine's
 own interpreter runs, `capture` and `warm` (see `engines_mlx`), and is told by a row of `ENGINES` here how its files are
@@ -143,22 +144,34 @@ def run_file_engine(name: str, engine: FileEngine, options: Options) -> dict[str
         read = {} if tier == "lossless" and name == "llama.cpp" else engine.read
         stats = pltpack.compress([dumps], archive, quality=tier, options=read, identity=identity, block=BLOCK,
                                  **settings)  # fmt: skip
-        seconds, work = {}, {}
-        for session in options.prompts:
-            begin, busy = time.perf_counter(), time.process_time()
-            _warm_file(archive, name, folder / f"{session}{engine.suffix}", session, engine, options)
-            seconds[session], work[session] = time.perf_counter() - begin, time.process_time() - busy
+        prepared, seconds, work = _warm_files(archive, name, folder, engine, options)
         warm = worker(name, engine, "warm", folder, options)
-        results[tier] = {**compared(cold, warm, seconds, work), "ratio": stats["ratio"]}
+        results[tier] = {**compared(cold, warm, seconds, work), **prepared, "ratio": stats["ratio"]}
     results["prefix_only"] = _prefix_only(name, engine, options)
     return results
 
 
-def _warm_file(archive: Path, name: str, file: Path, session: str, engine: FileEngine, options: Options) -> None:
+def _warm_files(
+    archive: Path, name: str, folder: Path, engine: FileEngine, options: Options
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Write a file a prompt from an archive that is opened once, as who serves them would.
+
+    Returns wall and CPU seconds of preparing the archive, and both of each file.
+    """
     from pltpack.serve.engine_file import warm_file
 
     write = {**engine.write, "type": engine.dtype} if name == "llama.cpp" else engine.write
-    warm_file(archive, engine.format, file, session=session, options=write, target=_target(name, options))
+    target, seconds, work = _target(name, options), {}, {}
+    begin, busy = time.perf_counter(), time.process_time()
+    with pltpack.open(archive) as opened:
+        opened.loader().prepare()
+        prepared = {"prepare_seconds": time.perf_counter() - begin, "prepare_cpu_seconds": time.process_time() - busy}
+        for session in options.prompts:
+            begin, busy = time.perf_counter(), time.process_time()
+            warm_file(opened, engine.format, folder / f"{session}{engine.suffix}", session=session, options=write,
+                      target=target)  # fmt: skip
+            seconds[session], work[session] = time.perf_counter() - begin, time.process_time() - busy
+    return prepared, seconds, work
 
 
 def _prefix_only(name: str, engine: FileEngine, options: Options) -> dict[str, int]:

