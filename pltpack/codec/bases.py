@@ -19,10 +19,12 @@ from pltpack.codec.coefficients import Order
 from pltpack.codec.dual import dual
 from pltpack.codec.profile import Group, Profile, rows_of
 from pltpack.codec.rows import SMALL
+from pltpack.codec.scratch import Scratch
 
 #: Tokens whose product is made at once: tokens are sorted by class, and each run uses what its finest class needs.
 _RUN = 64
 _jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+_scratch = Scratch()
 
 
 class GroupBases:
@@ -125,11 +127,15 @@ class GroupBases:
         return bool(coded * shared + own * local + mean < SMALL)
 
     def layer_rows(self, spread: Spread, layer: int) -> np.ndarray:
-        """Centered, un-rotated rows of one of the group's layers, float32 ``[T, rows]``."""
+        """Centered, un-rotated rows of one of the group's layers, float32 ``[T, rows]``.
+
+        They are in the thread's memory: the next call writes to it.
+        """
         index, first = layer - self.group.start, self._profile.rows[self.group.start]
         shared, width, lists = self._layer(index), rows_of(self._profile.layers[layer]), spread.lists
         tokens = len(spread.own)
-        out = np.zeros((tokens + 1, shared.shape[1]), np.float32)
+        out = _scratch.array("rows", (tokens + 1, shared.shape[1]), np.float32)
+        out[:] = 0
         products.add(*lists[:3], shared.reshape(-1), shared.shape[1], lists.rows, out.reshape(-1))
         if spread.alone is not None:
             # A vector's product, which libraries sum in another order.
@@ -139,7 +145,7 @@ class GroupBases:
         some = np.flatnonzero(spread.used[:, index])
         if len(some):
             part = slice(*(self._profile.rows[at] - first for at in (layer, layer + 1)))
-            out[some] += spread.own[some, part] @ self._own(index)
+            out[some] += _sums(spread.own[some, part], self._own(index), width)
         return out
 
     def preparations(self) -> list[Callable[[], object]]:
@@ -167,13 +173,13 @@ class GroupBases:
             return found
 
     def _own(self, index: int) -> np.ndarray:
-        """One layer's own basis for un-rotated rows."""
+        """One layer's own basis for un-rotated rows, filled up in the same way."""
         with self._locks[index]:
             found = self._local[index]
             if found is None:
                 layer = self.group.start + index
                 found = self._profile.unwhitened(self._profile.local(layer), range(layer, layer + 1))
-                self._local[index] = found
+                found = self._local[index] = _whole_vectors(found)
             return found
 
 
@@ -230,6 +236,27 @@ class Bases:
 
     def __iter__(self) -> Iterator[GroupBases]:
         return iter(self._groups)
+
+
+def _whole_vectors(basis: np.ndarray) -> np.ndarray:
+    """A basis with columns of 0 behind its own, up to whole vectors of `products`."""
+    lacking = -basis.shape[1] % products.LANES
+    return np.pad(basis, ((0, 0), (0, lacking))) if lacking else basis
+
+
+def _sums(values: np.ndarray, basis: np.ndarray, width: int) -> np.ndarray:
+    """Products of coefficients, most of them 0, with a basis: float32, a line a token."""
+    if len(values) == 1:
+        # As in `GroupBases.layer_rows`.
+        found: np.ndarray = values @ basis[:, :width]
+        return found
+    count, runs = len(values), -(-len(values) // _RUN)
+    out = np.zeros((count + 1, basis.shape[1]), np.float32)
+    rows = np.full(-(-count // products.TOKENS) * products.TOKENS, count, np.int64)
+    rows[:count] = np.arange(count)
+    lists = products.packets(values, [len(basis)] * runs, _RUN)
+    products.add(*lists, basis.reshape(-1), basis.shape[1], rows, out.reshape(-1))
+    return out[:count, :width]
 
 
 @_jit

@@ -79,20 +79,29 @@ def packets(shared: np.ndarray, needs: list[int], run: int) -> tuple[np.ndarray,
 
 
 @_jit
+def _live(shared: Any, first: Any, live: Any) -> None:
+    """Which components of a packet's tokens, as many as `live` has, are not all 0."""
+    live[:] = False
+    for t in range(first, min(first + _TOKENS, len(shared))):
+        line = shared[t]
+        for k in range(len(live)):
+            live[k] |= line[k] != 0
+
+
+@_jit
 def _count(shared: Any, ends: Any, run: Any, parts: Any) -> Any:
     total = 0
+    every = np.empty(shared.shape[1], np.bool_)
     for p in range(len(parts)):
-        first = p * _TOKENS
-        last = min(first + _TOKENS, len(shared))
+        table = ends[p * _TOKENS // run]
         parts[p, 0] = total
         at = 0
-        for b in range(ends.shape[1]):
-            for k in range(at, ends[first // run, b]):
-                live = False
-                for t in range(first, last):
-                    live |= shared[t, k] != 0
-                total += live
-            at = ends[first // run, b]
+        live = every[: table[-1] if len(table) else 0]
+        _live(shared, p * _TOKENS, live)
+        for b in range(len(table)):
+            for k in range(at, table[b]):
+                total += live[k]
+            at = table[b]
             parts[p, b + 1] = total
     return total
 
@@ -100,14 +109,15 @@ def _count(shared: Any, ends: Any, run: Any, parts: Any) -> Any:
 @_jit
 def _fill(shared: Any, parts: Any, ends: Any, run: Any, index: Any, value: Any) -> None:
     at = 0
+    every = np.empty(shared.shape[1], np.bool_)
     for p in range(len(parts)):
         first = p * _TOKENS
         last = min(first + _TOKENS, len(shared))
-        for k in range(ends[first // run, ends.shape[1] - 1] if ends.shape[1] else 0):
-            live = False
-            for t in range(first, last):
-                live |= shared[t, k] != 0
-            if live:
+        table = ends[first // run]
+        live = every[: table[-1] if len(table) else 0]
+        _live(shared, first, live)
+        for k in range(len(live)):
+            if live[k]:
                 index[at] = k
                 for i in range(_TOKENS):
                     value[at * _TOKENS + i] = shared[first + i, k] if first + i < last else 0

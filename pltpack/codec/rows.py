@@ -11,6 +11,7 @@ import numpy as np
 
 from pltpack.codec.base import KeyValue
 from pltpack.codec.rope import Rotation
+from pltpack.codec.vectors import BLOCK, finite_bfloat, turned_bfloat
 from pltpack.snapshot import Identity, LayerGeometry
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -80,12 +81,11 @@ def from_rows(
     for (keys, values), layer in zip(out, layers, strict=True):
         rotation = Rotation.of(identity.rope, identity.keys, layer.k_dim)
         for array, turn in ((keys, rotation), (values, None)):
-            width = layer.heads * array.shape[2]
-            _take(rows[:, at : at + width], turn, position, array)
-            at += width
+            _take(rows, at, turn, position, array)
+            at += layer.heads * array.shape[2]
 
 
-def _take(rows: np.ndarray, rotation: Rotation | None, position: int, out: np.ndarray) -> None:
+def _take(rows: np.ndarray, first: int, rotation: Rotation | None, position: int, out: np.ndarray) -> None:
     heads, tokens, dim = out.shape
     if rotation is None:
         cos = sin = np.zeros((tokens, 0), np.float32)
@@ -94,10 +94,10 @@ def _take(rows: np.ndarray, rotation: Rotation | None, position: int, out: np.nd
         cos, sin = rotation.tables(position, tokens)
         interleaved = rotation.interleaved
     if out.dtype == _BF16:
-        _rotate_bf16(rows, cos, sin, interleaved, out.view(np.uint16))
+        _rotate_bf16(rows, first, cos, sin, interleaved, out.view(np.uint16))
         return
     wide = np.empty((heads, tokens, dim), np.float32)
-    _rotate(rows, cos, sin, interleaved, wide)
+    _rotate(rows[:, first : first + heads * dim], cos, sin, interleaved, wide)
     with np.errstate(over="ignore"):
         limit = float(ml_dtypes.finfo(out.dtype).max)  # type: ignore[no-untyped-call]
         out[:] = np.clip(wide, -limit, limit).astype(out.dtype)
@@ -134,17 +134,35 @@ def _rotate(rows: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
 
 
 @_jit
-def _rotate_bf16(rows: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
+def _rotate_bf16(rows: Any, first: Any, cos: Any, sin: Any, interleaved: Any, out: Any) -> None:
     heads, tokens, dim = out.shape
+    half = cos.shape[1]
+    # In whole vectors: halves that are rotated, and what is not.
+    turned = 0 if interleaved else half // BLOCK * BLOCK
+    plain = 2 * half + (dim - 2 * half) // BLOCK * BLOCK
     line = np.empty(dim, np.float32)
-    words = line.view(np.uint32)
     for h in range(heads):
+        at = first + h * dim
         for t in range(tokens):
-            _turn(rows[t, h * dim : (h + 1) * dim], cos[t], sin[t], np.float32(1), interleaved, line)
-            for i in range(dim):
-                word = words[i]
-                # Rounding up the largest finite numbers would make infinities.
-                rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-                if (rounded & np.uint32(0x7F80)) == np.uint32(0x7F80):
-                    rounded = (word >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7F7F)
-                out[h, t, i] = np.uint16(rounded)
+            place, angle = t * (rows.strides[0] // 4) + at, t * (cos.strides[0] // 4)
+            to = h * (out.strides[0] // 2) + t * (out.strides[1] // 2)
+            for i in range(0, turned, BLOCK):
+                turned_bfloat(rows, place + i, place + half + i, cos, sin, angle + i, out, to + i, to + half + i)
+            for i in range(2 * half, plain, BLOCK):
+                finite_bfloat(rows, place + i, out, to + i)
+            if turned < half or plain < dim:
+                _turn(rows[t, at : at + dim], cos[t], sin[t], np.float32(1), interleaved, line)
+                _round_rest(line, turned, half, plain, out[h, t])
+
+
+@_jit
+def _round_rest(line: Any, turned: Any, half: Any, plain: Any, out: Any) -> None:
+    words = line.view(np.uint32)
+    for i in range(len(line)):
+        if (i < 2 * half and i % half >= turned) or i >= plain:
+            word = words[i]
+            # Rounding up the largest finite numbers would make infinities.
+            rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            if (rounded & np.uint32(0x7F80)) == np.uint32(0x7F80):
+                rounded = (word >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7F7F)
+            out[i] = np.uint16(rounded)

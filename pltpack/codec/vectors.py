@@ -170,3 +170,45 @@ def to_bfloat(typing: Any, line: Any, at: Any, words: Any, to: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(line, at, words, to), emit
+
+
+def _finite(e: _Emitter, value: Any) -> Any:
+    """16 binary32 values as the nearest finite bfloat16 words, ties to even."""
+    bits = e.b.bitcast(value, ir.VectorType(_I32, BLOCK))
+    high = e.b.lshr(bits, e.constant(16, _I32))
+    more = e.b.add(e.constant(0x7FFF, _I32), e.b.and_(high, e.constant(1, _I32)))
+    rounded = e.b.lshr(e.b.add(bits, more), e.constant(16, _I32))
+    top = e.constant(0x7F80, _I32)
+    largest = e.b.or_(e.b.and_(high, e.constant(0x8000, _I32)), e.constant(0x7F7F, _I32))
+    word = e.b.select(e.b.icmp_unsigned("==", e.b.and_(rounded, top), top), largest, rounded)
+    return e.b.trunc(word, ir.VectorType(_I16, BLOCK))
+
+
+@intrinsic
+def finite_bfloat(typing: Any, line: Any, at: Any, words: Any, to: Any) -> Any:
+    """As `to_bfloat`, but what is not finite, or would be rounded to that, becomes the largest finite number."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        e.store(_finite(e, e.load(0, e.offset(1), _F32)), 2, e.offset(3), _I16)
+        return context.get_dummy_value()
+
+    return types.none(line, at, words, to), emit
+
+
+@intrinsic
+def turned_bfloat(typing: Any, line: Any, at: Any, high: Any, cos: Any, sin: Any, angle: Any, words: Any, to: Any,
+                  to_high: Any) -> Any:  # fmt: skip
+    """Rotate 16 pairs as `rotate` does, from `line` to `words`, and round them as `finite_bfloat` does."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        x, y = e.load(0, e.offset(1), _F32), e.load(0, e.offset(2), _F32)
+        c, s = e.load(3, e.offset(5), _F32), e.load(4, e.offset(5), _F32)
+        first = builder.fsub(builder.fmul(x, c), builder.fmul(y, s))
+        second = builder.fadd(builder.fmul(y, c), builder.fmul(x, s))
+        e.store(_finite(e, first), 6, e.offset(7), _I16)
+        e.store(_finite(e, second), 6, e.offset(8), _I16)
+        return context.get_dummy_value()
+
+    return types.none(line, at, high, cos, sin, angle, words, to, to_high), emit
