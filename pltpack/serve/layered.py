@@ -194,6 +194,11 @@ class LayeredStep:
 
     def finish(self, layers: range, out: Sequence[KeyValue]) -> None:
         """Decode some of the layers to arrays ``[H, T, D]`` of the session's tokens from the first one on."""
+        # All units' products with one layer's basis follow each other: it is larger than a core's caches.
+        for index, layer in enumerate(layers):
+            self._finish(range(layer, layer + 1), out[index : index + 1])
+
+    def _finish(self, layers: range, out: Sequence[KeyValue]) -> None:
         geometries = self._shard.identity.layers[layers.start : layers.stop]
         found = {id(source): source.finish(layers) for source in self._sources.values()}
         for taken in self._mapped:

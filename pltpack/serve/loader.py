@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pltpack.gpu.backend import Backend
     from pltpack.serve.on_device import DeviceStages
 
-#: Share of the memory given that decoded centroids may take.
+#: Share of the memory given that centroids may take.
 CENTROID_SHARE = 0.8
 #: Most units in flight.
 MAX_DEPTH = 64
@@ -53,7 +53,7 @@ class Loader:
     depth : int
         Units in flight while one is consumed: 3, or 5 to 7 for large models; at least 1.
     memory : int
-        Bytes, of the device where there is one; 80 % of them for decoded library centroids.
+        Bytes, of the device where there is one; 80 % of them for library centroids, decoded and encoded.
     workers : int, optional
         Threads that decode; as many as there are cores by default.
     identity : Identity, optional

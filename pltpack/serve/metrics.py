@@ -221,7 +221,7 @@ class LoaderCollector:
         kept, (running, queued) = loader.centroids, loader.in_flight()
         worst = loader.guard.worst()
         for metric, value, text in (
-            ("pltpack_loader_resident_bytes", kept["bytes"], "Decoded centroids in memory."),
+            ("pltpack_loader_resident_bytes", kept["bytes"], "Centroids in memory, decoded or encoded."),
             ("pltpack_loader_resident_budget_bytes", kept["budget"], "Most bytes of centroids that are not pinned."),
             ("pltpack_loader_running_loads", running, "Loads under way."),
             ("pltpack_loader_queue_depth", queued, "Units that wait between stages."),

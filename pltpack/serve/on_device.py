@@ -77,7 +77,7 @@ class DeviceStages:
     ----------
     backend : CudaBackend
     budget : int
-        Bytes of decoded centroids that are kept on the device.
+        Bytes of centroids that are kept on the device.
     """
 
     def __init__(self, backend: CudaBackend, budget: int) -> None:
