@@ -164,12 +164,7 @@ class GroupBases:
             if found is None:
                 layer = self.group.start + index
                 part = slice(*(self._profile.rows[at] - self.group.first for at in (layer, layer + 1)))
-                columns = self._profile.shared(self.group, part)
-                width = columns.shape[1]
-                found = np.empty((self.rank, -(-width // products.LANES) * products.LANES), np.float32)
-                self._profile.unwhitened(columns, range(layer, layer + 1), found[:, :width])
-                found[:, width:] = 0
-                self._shared[index] = found
+                found = self._shared[index] = self._filled_up(self._profile.shared(self.group, part), layer)
             return found
 
     def _own(self, index: int) -> np.ndarray:
@@ -178,9 +173,16 @@ class GroupBases:
             found = self._local[index]
             if found is None:
                 layer = self.group.start + index
-                found = self._profile.unwhitened(self._profile.local(layer), range(layer, layer + 1))
-                found = self._local[index] = _whole_vectors(found)
+                found = self._local[index] = self._filled_up(self._profile.local(layer), layer)
             return found
+
+    def _filled_up(self, basis: np.ndarray, layer: int) -> np.ndarray:
+        """A layer's basis for un-rotated rows, with columns of 0 behind its own up to whole vectors of `products`."""
+        width = basis.shape[1]
+        found = np.empty((len(basis), -(-width // products.LANES) * products.LANES), np.float32)
+        self._profile.unwhitened(basis, range(layer, layer + 1), found[:, :width])
+        found[:, width:] = 0
+        return found
 
 
 class Lists(NamedTuple):
@@ -236,12 +238,6 @@ class Bases:
 
     def __iter__(self) -> Iterator[GroupBases]:
         return iter(self._groups)
-
-
-def _whole_vectors(basis: np.ndarray) -> np.ndarray:
-    """A basis with columns of 0 behind its own, up to whole vectors of `products`."""
-    lacking = -basis.shape[1] % products.LANES
-    return np.pad(basis, ((0, 0), (0, lacking))) if lacking else basis
 
 
 def _sums(values: np.ndarray, basis: np.ndarray, width: int) -> np.ndarray:
