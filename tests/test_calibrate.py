@@ -314,8 +314,10 @@ def test_tops_are_eigenvectors() -> None:
     covariance = x.T @ x / 2000
     truth = np.linalg.eigvalsh(covariance)[::-1][:8]
     start = x[:: 2000 // bases.sample_size(8)][: bases.sample_size(8)]
-    found = [bases.subspace(few, 8, lambda: iter([x[:700], x[700:]])) for few in (start, start[:3])]
-    for values, vectors in (*found, bases.eigen(covariance, 8)):
+    found = [bases.subspace(few, 8, [lambda: x[:700], lambda: x[700:]], [(2, 9)]) for few in (start, start[:3])]
+    for _, _, blocks in found:
+        assert np.allclose(blocks[0], covariance[2:9, 2:9], rtol=1e-3, atol=1e-6)
+    for values, vectors in (*(part[:2] for part in found), bases.eigen(covariance, 8)):
         # Of three rows to start from only the last are found less well.
         assert np.allclose(values[:5], truth[:5], rtol=1e-3)
         assert np.allclose(values[:7], truth[:7], rtol=1e-2 if values is found[1][0] else 1e-3)

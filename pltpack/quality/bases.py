@@ -7,9 +7,11 @@ integers are cheap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+
+from pltpack.quality.threads import mapped
 
 #: Step of a shared component's entries over 1/σ, in whitened units (mean variance of keys: 1).
 STEP = 2e-3
@@ -19,6 +21,8 @@ COARSEST, COARSEST_LOCAL = 1.0, 0.3
 _MORE, _LEAST_MORE = 0.08, 8
 # What is added to all eigenvalues while they are searched for, in parts of the mean of those carried along.
 _SHIFT = 1e-6
+# Where one of the tokens that the search starts from lies in the span of others, in parts of the largest.
+_DEPENDENT = 1e-3
 # Lines that are multiplied in double precision at once.
 _LINES = 2048
 
@@ -40,8 +44,8 @@ def sample_size(count: int) -> int:
 
 
 def subspace(
-    start: np.ndarray, count: int, pieces: Callable[[], Iterator[np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
+    start: np.ndarray, count: int, pieces: Iterable[Callable[[], np.ndarray]], spans: Sequence[tuple[int, int]] = ()
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Largest eigenvalues of C = E[x xᵀ], float32 ``[count]``, and nearly their eigenvectors, ``[rows, count]``.
 
     The Nyström approximation ``C Q (Qᵀ C Q)⁻¹ Qᵀ C`` (Tropp, Yurtsever, Udell & Cevher, arXiv 1706.05736) of the
@@ -54,21 +58,35 @@ def subspace(
     start : ndarray
         float32 ``[sample_size(count), rows]``: tokens; where there are not so many, chance directions fill up.
     count : int
-    pieces : callable
-        Gives all tokens, float32 ``[T, rows]`` at a time; called once.
+    pieces : iterable of callable
+        They give all tokens, float32 ``[T, rows]`` at a time; each is called once.
+    spans : sequence of (int, int)
+        Rows whose blocks of C are made besides.
+
+    Returns
+    -------
+    (ndarray, ndarray, list of ndarray)
+        Eigenvalues, eigenvectors, and the blocks.
     """
     missing = sample_size(count) - len(start)
     if missing > 0:
         chance = np.random.default_rng(0).standard_normal((missing, start.shape[1]), np.float32)
         start = np.concatenate([start, chance])
-    basis, _ = np.linalg.qr(start.T)
-    turned = np.zeros_like(basis)
-    small, tokens = np.zeros((basis.shape[1], basis.shape[1])), 0
-    for piece in pieces():
-        found = piece @ basis
-        turned += piece.T @ found
-        small += found.T @ found
-        tokens += len(piece)
+    basis = _orthonormal(start)
+    turned, small, tokens = np.zeros_like(basis), np.zeros((basis.shape[1], basis.shape[1])), 0
+    blocks = [np.zeros((b - a, b - a), np.float32) for a, b in spans]
+
+    def products(piece: Callable[[], np.ndarray]) -> tuple[np.ndarray, np.ndarray, int, list[np.ndarray]]:
+        rows = piece()
+        found = rows @ basis
+        return rows.T @ found, found.T @ found, len(rows), [rows[:, a:b].T @ rows[:, a:b] for a, b in spans]
+
+    for more_turned, more_small, more_tokens, more_blocks in mapped(products, pieces):
+        turned += more_turned
+        small += more_small
+        tokens += more_tokens
+        for block, more in zip(blocks, more_blocks, strict=True):
+            block += more
     # A little of the identity keeps directions that no token has from being divided by nothing.
     shift = _SHIFT * float(np.trace(small)) / len(small)
     small[np.diag_indices_from(small)] += shift
@@ -82,7 +100,25 @@ def subspace(
     values, vectors = np.linalg.eigh(gram)
     values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
     chosen = np.ascontiguousarray(vectors / np.sqrt(np.maximum(values, 1e-30)), dtype=np.float32)
-    return (np.maximum(values - shift, 0) / tokens).astype(np.float32), factor @ chosen
+    eigenvalues = (np.maximum(values - shift, 0) / tokens).astype(np.float32)
+    return eigenvalues, factor @ chosen, [block / tokens for block in blocks]
+
+
+def _orthonormal(start: np.ndarray) -> np.ndarray:
+    """Orthonormal columns ``[rows, n]`` that span the rows of `start`, by Cholesky's factor where that can do it.
+
+    The approximation does not depend on which basis of the span it is, so that rounding does not matter much.
+    """
+    gram = start @ start.T
+    try:
+        lower = np.linalg.cholesky(gram.astype(np.float64))
+    except np.linalg.LinAlgError:
+        return np.linalg.qr(start.T)[0]
+    diagonal = np.diag(lower)
+    if diagonal.min() < _DEPENDENT * diagonal.max():
+        return np.linalg.qr(start.T)[0]
+    found: np.ndarray = np.ascontiguousarray((np.linalg.inv(lower).astype(np.float32) @ start).T)
+    return found
 
 
 def residual_components(block: np.ndarray, shared: np.ndarray, values: np.ndarray) -> np.ndarray:

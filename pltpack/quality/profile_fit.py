@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,16 +17,18 @@ from pltpack.codec.dual import dual
 from pltpack.errors import UnsupportedError
 from pltpack.quality import bases, entropy_fit, importance_fit, sensitivity
 from pltpack.quality.rows import Blocks, log_norms
+from pltpack.quality.threads import mapped
 from pltpack.quality.windows import Windows
 
 #: Most rows of a layer group: the covariance of more would need over a gigabyte.
 MAX_GROUP_ROWS = 16384
 #: Windows from which scales and tables are counted, every how many of their tokens, and of all for the covariance.
 TABLE_WINDOWS, TABLE_STEP, COVARIANCE_STEP = 10, 2, 3
-# Tokens whose products are made at once.
-_PIECE = 4096
+# Tokens, at least, whose products are made at once.
+_PIECE = 1536
 
 Stage = Callable[[str, int, int], None]
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,27 +103,35 @@ class Fitter:
         """All of it."""
         covariances = self._moments()
         energy = self._sensitivity(covariances)
-        learned = self._importance(energy)
-        self._bases()
+        # Training takes one core, and some of the work on bases too: one fills the other's gaps.
+        with ThreadPoolExecutor(1, thread_name_prefix="pltpack-importance") as aside:
+            learning = self._learning(energy, aside)
+            self._bases()
+            learned = learning.result() if learning is not None else None
+        self.weights = importance_fit.ordinary(len(self.blocks.widths) + 5) if learned is None else learned.weights
+        self.arrays.update({f"importance.{name}": value for name, value in self.weights.items()})
         floor = self._scales_and_tables()
         return Fitted(self.arrays, floor, self.layer_group, learned)
 
     def _moments(self) -> list[np.ndarray]:
         """The mean, and every block's covariance."""
-        blocks, count = self.blocks, 0
-        total, squares = np.zeros(blocks.rows), [np.zeros((w, w)) for w in blocks.widths]
-        origin: np.ndarray | None = None
-        for rows in self._each("mean"):
-            # About a point near the mean, squares in single precision lose nothing that matters.
-            origin = rows.mean(axis=0) if origin is None else origin
-            rows -= origin
-            total += rows.sum(axis=0, dtype=np.float64)
-            for first, parts in blocks.split(rows):
-                for block, product in enumerate(parts.transpose(0, 2, 1) @ parts, first):
-                    squares[block] += product
-            count += len(rows)
-        if count < 2 or origin is None:
+        blocks = self.blocks
+        count = sum(max(self.windows.tokens(index) - SINK_TOKENS, 0) for index in range(self.windows.count))
+        if count < 2:
             raise UnsupportedError("too few tokens to calibrate on")
+        total, squares = np.zeros(blocks.rows), [np.zeros((w, w)) for w in blocks.widths]
+        # About a point near the mean, squares in single precision lose nothing that matters.
+        origin = self.windows.rows(0).mean(axis=0)
+
+        def moments(index: int) -> tuple[np.ndarray, list[np.ndarray]]:
+            rows = self.windows.rows(index)
+            rows -= origin
+            return rows.sum(axis=0, dtype=np.float64), blocks.squares(rows)
+
+        for part, products in mapped(moments, self._staged("mean", range(self.windows.count))):
+            total += part
+            for square, product in zip(squares, products, strict=True):
+                square += product
         shift = total / count
         self.arrays["mean"] = (origin + shift).astype(np.float32)
         shifts = [shift[a:b] for a, b in itertools.pairwise(blocks.starts)]
@@ -145,17 +158,14 @@ class Fitter:
         starts = self.blocks.starts[:-1]
         yield from zip(roots, covariances, self.blocks.is_key[starts].tolist(), strict=True)
 
-    def _importance(self, energy: list[np.ndarray] | None) -> importance_fit.Fit | None:
-        learned = None
+    def _learning(
+        self, energy: list[np.ndarray] | None, aside: ThreadPoolExecutor
+    ) -> Future[importance_fit.Fit] | None:
         if energy is None:
-            weights = importance_fit.ordinary(len(self.blocks.widths) + 5)
-        else:
-            self._stage("importance", 0, 1)
-            learned = importance_fit.fit([self._features(i, self.cut) for i in range(self.windows.count)], energy)
-            weights = learned.weights
-        self.weights = weights
-        self.arrays.update({f"importance.{name}": value for name, value in weights.items()})
-        return learned
+            return None
+        self._stage("importance", 0, 1)
+        features = list(mapped(lambda index: self._features(index, self.cut), range(self.windows.count)))
+        return aside.submit(importance_fit.fit, features, energy)
 
     def _features(self, index: int, cut: int | None) -> np.ndarray:
         """Features of a window's tokens after the sinks, up to `cut`, where the cache ends."""
@@ -175,13 +185,14 @@ class Fitter:
             values, vectors, layers = self._eigenvectors(first, last, rank)
             deviation = np.sqrt(np.maximum(values, 0))
             entries, scale = bases.quantize_shared(np.ascontiguousarray(vectors.T), deviation)
+            self._stage("basis", 0, 1)
             own = []
-            for (a, b), covariance in zip(self._layers(first, last), layers, strict=True):
-                columns = bases.residual_components(covariance, vectors[a - first : b - first], values)
-                quantized, own_scale = bases.quantize_local(np.ascontiguousarray(columns.T))
+            parts = [vectors[a - first : b - first] for a, b in self._layers(first, last)]
+            residual = functools.partial(_own_basis, values=values)
+            for quantized, own_scale, own_dual in mapped(residual, zip(layers, parts, strict=True)):
                 local.append(quantized.reshape(-1))
                 local_scales.append(own_scale)
-                own.append(dual(quantized * own_scale[:, None]))
+                own.append(own_dual)
             shared.append(entries.reshape(-1))
             scales.append(scale)
             ranks.append(rank)
@@ -199,27 +210,14 @@ class Fitter:
         spans = [(a - first, b - first) for a, b in self._layers(first, last)]
         if not bases.is_wide(last - first, rank):
             total, tokens = np.zeros((last - first, last - first), np.float32), 0
-            for piece in self._pieces(first, last, "covariance"):
+            for rows in self._staged("covariance", self._pieces(first, last)):
+                piece = rows()
                 total += piece.T @ piece
                 tokens += len(piece)
             total /= tokens
-            self._stage("basis", 0, 1)
             return *bases.eigen(total, rank), [total[a:b, a:b] for a, b in spans]
-        layers = [np.zeros((b - a, b - a), np.float32) for a, b in spans]
-        tokens = 0
-
-        def pieces() -> Iterator[np.ndarray]:
-            nonlocal tokens
-            for piece in self._pieces(first, last, "covariance"):
-                # Whitened rows take as long to make as these products: they are made once for both.
-                for (a, b), sum_ in zip(spans, layers, strict=True):
-                    sum_ += piece[:, a:b].T @ piece[:, a:b]
-                tokens += len(piece)
-                yield piece
-            self._stage("basis", 0, 1)
-
-        found = bases.subspace(self._sample(first, last, bases.sample_size(rank)), rank, pieces)
-        return *found, [sum_ / tokens for sum_ in layers]
+        start = self._sample(first, last, bases.sample_size(rank))
+        return bases.subspace(start, rank, self._staged("covariance", self._pieces(first, last)), spans)
 
     def _sample(self, first: int, last: int, count: int) -> np.ndarray:
         """Whitened rows of about so many tokens of all windows, evenly."""
@@ -227,16 +225,19 @@ class Fitter:
         parts = [self.windows.some_rows(index, each, slice(first, last)) for index in range(self.windows.count)]
         return self._white(np.concatenate(parts)[:count], first)
 
-    def _pieces(self, first: int, last: int, stage: str) -> Iterator[np.ndarray]:
+    def _pieces(self, first: int, last: int) -> list[Callable[[], np.ndarray]]:
         """Whitened rows of a group, every `COVARIANCE_STEP`-th token, some windows at a time."""
-        held, count = [], 0
+        pieces: list[list[int]] = [[]]
         for index in range(self.windows.count):
-            self._stage(stage, index, self.windows.count)
-            held.append(self._white(self.windows.rows(index, step=COVARIANCE_STEP, part=slice(first, last)), first))
-            count += len(held[-1])
-            if count >= _PIECE or index == self.windows.count - 1:
-                yield np.concatenate(held)
-                held, count = [], 0
+            if sum(self.windows.tokens(i) for i in pieces[-1]) >= COVARIANCE_STEP * _PIECE:
+                pieces.append([])
+            pieces[-1].append(index)
+
+        def rows(windows: list[int]) -> np.ndarray:
+            found = [self.windows.rows(index, step=COVARIANCE_STEP, part=slice(first, last)) for index in windows]
+            return self._white(np.concatenate(found), first)
+
+        return [functools.partial(rows, windows) for windows in pieces]
 
     def _white(self, rows: np.ndarray, first: int) -> np.ndarray:
         mean = self.arrays["mean"][first : first + rows.shape[1]]
@@ -254,21 +255,17 @@ class Fitter:
 
     def _scales_and_tables(self) -> int:
         chosen = np.unique(np.linspace(0, self.windows.count - 1, TABLE_WINDOWS).round().astype(int))
-        classes = {i: importance.classes(importance.predict(self.weights, self._features(i, None)))[::TABLE_STEP]
-                   for i in chosen}  # fmt: skip
+        classes = list(mapped(self._classes, chosen))
         shared_logs, local_logs = [], []
         counts: np.ndarray | None = None
         for group, parts in enumerate(self.groups):
-            found, part = {}, slice(parts.first, parts.last)
-            for done, index in enumerate(chosen):
-                self._stage("tables", group * len(chosen) + done, len(self.groups) * len(chosen))
-                found[index] = self.coefficients(self.windows.rows(index, step=TABLE_STEP, part=part), group)
-            mean = sum(np.abs(c).sum(axis=0, dtype=np.float64) for c in found.values())
-            logs = entropy_fit.as_logs(mean / sum(map(len, found.values())))
+            self._stage("tables", group, len(self.groups))
+            found = list(mapped(functools.partial(self._some_coefficients, group), chosen))
+            mean = sum(np.abs(c).sum(axis=0, dtype=np.float64) for c in found)
+            logs = entropy_fit.as_logs(mean / sum(map(len, found)))
             counter = entropy_fit.Counter(logs)
-            for index, coefficients in found.items():
-                for step in entropy_fit.STEPS:
-                    counter.add(coefficients, classes[index], step)
+            for more in mapped(functools.partial(_counts, logs), zip(found, classes, strict=True)):
+                counter.counts += more
             counts = counter.counts if counts is None else counts + counter.counts
             shared_logs.append(logs[: len(parts.shared)])
             local_logs.append(logs[len(parts.shared) :])
@@ -278,10 +275,32 @@ class Fitter:
         self.arrays["tables"], floor = counter.tables()
         return floor
 
-    def _each(self, name: str) -> Iterator[np.ndarray]:
-        for index, rows in enumerate(self.windows.all_rows()):
-            self._stage(name, index, self.windows.count)
-            yield rows
+    def _classes(self, index: int) -> np.ndarray:
+        """Token classes of what tables are counted on in a window."""
+        return importance.classes(importance.predict(self.weights, self._features(index, None)))[::TABLE_STEP]
+
+    def _some_coefficients(self, group: int, index: int) -> np.ndarray:
+        part = slice(self.groups[group].first, self.groups[group].last)
+        return self.coefficients(self.windows.rows(index, step=TABLE_STEP, part=part), group)
+
+    def _staged(self, name: str, items: Sequence[Item]) -> Iterator[Item]:
+        for index, item in enumerate(items):
+            self._stage(name, index, len(items))
+            yield item
+
+
+def _counts(logs: np.ndarray, found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Symbols of coefficients of tokens of classes, counted at all steps."""
+    counter = entropy_fit.Counter(logs)
+    for step in entropy_fit.STEPS:
+        counter.add(*found, step)
+    return counter.counts
+
+
+def _own_basis(layer: tuple[np.ndarray, np.ndarray], values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A layer's own quantized basis, its scales and its dual, of the layer's covariance and shared eigenvectors."""
+    entries, scale = bases.quantize_local(np.ascontiguousarray(bases.residual_components(*layer, values).T))
+    return entries, scale, dual(entries * scale[:, None])
 
 
 def _as_half(root: np.ndarray) -> np.ndarray:

@@ -58,6 +58,10 @@ class Blocks:
             part = x[:, start : start + count * width].reshape(len(x), count, width)
             yield block, part.transpose(1, 0, 2)
 
+    def squares(self, x: np.ndarray) -> list[np.ndarray]:
+        """Sums of x xᵀ over the tokens of rows ``[T, rows]``, ``[width, width]`` per block."""
+        return [product for _, parts in self.split(x) for product in parts.transpose(0, 2, 1) @ parts]
+
     def multiply(self, x: np.ndarray, matrices: Sequence[np.ndarray], first: int = 0) -> np.ndarray:
         """Each block times its matrix: float32 like `x`, ``[T, …]`` of rows from `first` on."""
         out = np.empty(x.shape, np.float32)

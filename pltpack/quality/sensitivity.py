@@ -8,12 +8,13 @@ Annals of Statistics 15, 1987).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from pltpack.quality.gradients import RIDGE
 from pltpack.quality.rows import Blocks
+from pltpack.quality.threads import mapped
 
 #: Tokens are weighted by their energy to the minus this: 0 is the plain mean, 1 counts all alike.
 EQUALITY = 0.5
@@ -51,11 +52,12 @@ def measure(gradients: Callable[[int], np.ndarray], count: int, blocks: Blocks) 
     blocks : Blocks
     """
     sample = range(0, count, 2 if count >= _MANY else 1)
-    fisher = _mean(map(gradients, sample), blocks, None)
+    fisher = _mean(gradients, sample, blocks, None)
     for _ in range(_ITERATIONS):
-        fisher = _mean(map(gradients, sample), blocks, _roots(fisher)[1])
+        fisher = _mean(gradients, sample, blocks, _roots(fisher)[1])
     roots, inverse = _roots(fisher)
-    return Sensitivity(roots, inverse, [_energy(gradients(index), blocks, inverse) for index in range(count)])
+    energy = mapped(lambda index: _energy(gradients(index), blocks, inverse), range(count))
+    return Sensitivity(roots, inverse, list(energy))
 
 
 def by_variance(covariances: Sequence[np.ndarray], blocks: Blocks) -> list[np.ndarray]:
@@ -72,18 +74,24 @@ def by_variance(covariances: Sequence[np.ndarray], blocks: Blocks) -> list[np.nd
     return roots
 
 
-def _mean(windows: Iterator[np.ndarray], blocks: Blocks, inverse: list[np.ndarray] | None) -> list[np.ndarray]:
+def _mean(
+    gradients: Callable[[int], np.ndarray], windows: Iterable[int], blocks: Blocks, inverse: list[np.ndarray] | None
+) -> list[np.ndarray]:
     """Mean of g gᵀ per block, weighted by the energy that inverse roots of F give, or plain."""
-    sums = [np.zeros((width, width)) for width in blocks.widths]
-    count = 0
-    for window in windows:
+
+    def moments(index: int) -> tuple[list[np.ndarray], int]:
+        window = gradients(index)
         if inverse is not None:
             weight = (blocks.rows / np.maximum(_energy(window, blocks, inverse), 1e-30)) ** (EQUALITY / 2)
             window = window * weight[:, None].astype(np.float32)
-        for first, parts in blocks.split(window):
-            for block, product in enumerate(parts.transpose(0, 2, 1) @ parts, first):
-                sums[block] += product
-        count += len(window)
+        return blocks.squares(window), len(window)
+
+    sums = [np.zeros((width, width)) for width in blocks.widths]
+    count = 0
+    for products, tokens in mapped(moments, windows):
+        for total, product in zip(sums, products, strict=True):
+            total += product
+        count += tokens
     return [total / max(count, 1) for total in sums]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,14 @@ class Windows:
         """Rows of every `step`-th token from token `first` on, float32; `part` of the rows."""
         return from_bits(self._load(index, "rows")[first::step, part])
 
+    def tokens(self, index: int) -> int:
+        """How many tokens a window has."""
+        return len(self._load(index, "rows"))
+
     def some_rows(self, index: int, count: int, part: slice) -> np.ndarray:
         """The same of about so many tokens, evenly."""
         found = self._load(index, "rows")[SINK_TOKENS:, part]
         return from_bits(found[np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)])
-
-    def all_rows(self) -> Iterator[np.ndarray]:
-        """Rows of each window's tokens after its sinks."""
-        for index in range(self.count):
-            yield self.rows(index)
 
     def gradients(self, index: int) -> np.ndarray:
         """Gradients of a window's tokens after its sinks, float32."""
