@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,15 @@ def calibrate(
     files = [texts] if isinstance(texts, str | os.PathLike) else list(texts)
     loaded = load_model(Path(model), name, compute, device)
     window = min(window, loaded.max_tokens or window)
-    ids = cut_windows(files, tokenizer, max(1, tokens // window), window)
+    with ThreadPoolExecutor(1, thread_name_prefix="pltpack-identity") as aside:
+        # Weights are hashed while the text becomes tokens.
+        hashing = aside.submit(loaded.identity, "BF16")
+        ids = cut_windows(files, tokenizer, max(1, tokens // window), window)
+        identity = hashing.result()
     vocabulary = int(loaded.config.vocab_size)
     if int(ids.max()) >= vocabulary:
         raise UnsupportedError(f"text has token {int(ids.max())}, but the model knows {vocabulary}")
-    identity, cut = loaded.identity("BF16"), int(CACHED * window)
+    cut = int(CACHED * window)
     blocks = Blocks(identity.layers)
     size = group_size(blocks, layer_group)
     settings = {

@@ -23,7 +23,7 @@ from pltpack.quality.windows import Windows
 #: Most rows of a layer group: the covariance of more would need over a gigabyte.
 MAX_GROUP_ROWS = 16384
 #: Windows from which scales and tables are counted, every how many of their tokens, and of all for the covariance.
-TABLE_WINDOWS, TABLE_STEP, COVARIANCE_STEP = 10, 2, 3
+TABLE_WINDOWS, TABLE_STEP, COVARIANCE_STEP = 10, 3, 3
 # Tokens, at least, whose products are made at once.
 _PIECE = 1536
 

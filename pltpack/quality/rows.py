@@ -10,6 +10,9 @@ from pltpack.codec.importance import LEAST_NORM
 from pltpack.codec.profile import blocks_of, rows_of
 from pltpack.snapshot import LayerGeometry
 
+# Tokens whose blocks are multiplied at once: as many as caches hold.
+_TOKENS = 128
+
 
 class Blocks:
     """Where the blocks of a model's rows are: one per layer, kind and head.
@@ -68,8 +71,10 @@ class Blocks:
         for start, block, count, width in self.runs(first, first + x.shape[1]):
             at = slice(start - first, start - first + count * width)
             stacked = np.stack([np.asarray(m, np.float32) for m in matrices[block : block + count]])
-            part = x[:, at].reshape(len(x), count, width).transpose(1, 0, 2)
-            out[:, at] = (part @ stacked).transpose(1, 0, 2).reshape(len(x), -1)
+            for first in range(0, len(x), _TOKENS):
+                tokens = slice(first, first + _TOKENS)
+                part = x[tokens, at].reshape(-1, count, width).transpose(1, 0, 2)
+                out[tokens, at] = (part @ stacked).transpose(1, 0, 2).reshape(part.shape[1], -1)
         return out
 
 
