@@ -1,9 +1,13 @@
 """Tiers that need the model beside those that do not: bits a token, seconds a token, and where storing beats computing.
 
-Usage: python -m benchmarks.bound MODEL_DIR DUMP... [--sessions A,B] [--coded A,B] [--tiers lossless,q4] [--json FILE]
+Usage: python -m benchmarks.bound MODEL_DIR DUMP... [--sessions A,B] [--coded A,B] [--tiers lossless,q4]
+           [--made recompute:float32] [--speeds 200,3000] [--continuations FILE] [--kernels A,B] [--json FILE]
 
-`--coded` names the sessions whose tokens are also coded with the model's own probabilities: two of its steps
-a token. Seconds are CPU seconds of this process, so run it with one thread; figures go to docs/bound.md.
+Each line is printed, and FILE is written, as soon as it is known. `--coded` names the sessions whose tokens are also
+coded with the model's own probabilities: two of its steps a token. `--kernels` names those whose cache is also made
+with other kernels than the captured one (attention written out), and compared by what the model makes of the true
+continuation, which `--continuations` holds. Seconds are CPU seconds of this process, so run it with one thread; only
+loads at a disk's speed (`--speeds`, MB/s) are wall time, each the least of three. Figures go to docs/bound.md.
 """
 
 from __future__ import annotations
@@ -19,18 +23,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 import pltpack
 from pltpack.quality import token_model
-from pltpack.quality.model import load_model, prefill
+from pltpack.quality.model import Model, load_model, prefill, torch_dtype
 from pltpack.quality.recompute import Rebuilder
 from pltpack.quality.recompute import compress as compress_by_model
+from pltpack.quality.scoring import compare, log_probabilities
 from pltpack.snapshot import Snapshot
 
-#: Of the paper (arXiv 2604.15356): bits a token at perplexities of 10 to 20, and its ratio over TurboQuant at 3 bits.
-PAPER_BITS, PAPER_RATIO = (3.3, 4.3), 914_000
-#: Bytes a second: a spinning disk, an SATA and an NVMe device, and four of these.
-DISKS = {"0.2 GB/s": 0.2e9, "0.5 GB/s": 0.5e9, "3 GB/s": 3e9, "12 GB/s": 12e9}
+#: Tiers that need the model, each with how it is run.
+MADE = "recompute:float32,lossless+model:bfloat16,lossless+model:int8,lossless+model:float32"
+#: Loads that are timed of each archive and speed.
+LOADS = 3
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -54,7 +60,7 @@ def payload(archive: Path) -> int:
         return total
 
 
-def row(name: str, archive: Path, snapshots: Sequence[Snapshot], encode: float, decode: float) -> dict[str, Any]:
+def row(name: str, archive: Path, encode: float, decode: float) -> dict[str, Any]:
     """One line of the table."""
     with pltpack.open(archive) as opened:
         stats = opened.stats()
@@ -73,11 +79,11 @@ def stored(tier: str, snapshots: Sequence[Snapshot], folder: Path) -> dict[str, 
     _, encode = timed(lambda: pltpack.compress(snapshots, archive, quality=tier, dedup=False))
     with pltpack.open(archive) as opened:
         _, decode = timed(lambda: [opened.read(name) for name in opened.sessions])
-    return row(tier, archive, snapshots, encode, decode)
+    return row(tier, archive, encode, decode)
 
 
 def made(quality: str, predictor: str, snapshots: Sequence[Snapshot], model: Path, folder: Path) -> dict[str, Any]:
-    """A tier that needs the model; what it gives back is compared with the dumps."""
+    """A tier that needs the model; what it gives back is compared with the dumps and with a fresh prefill."""
     archive = folder / f"{quality}-{predictor}"
     _, encode = timed(lambda: compress_by_model(snapshots, archive, model, quality=quality, predictor=predictor))
     rebuild = Rebuilder(model)
@@ -85,8 +91,12 @@ def made(quality: str, predictor: str, snapshots: Sequence[Snapshot], model: Pat
     assert rebuild.weights
     with pltpack.open(archive, rebuild=rebuild) as opened:
         found, decode = timed(lambda: [opened.read(snapshot.session) for snapshot in snapshots])
-    exact = all(equal(a, b) for a, b in zip(snapshots, found, strict=True))
-    return {**row(f"{quality} {predictor}", archive, snapshots, encode, decode), "bit_exact": exact}
+    line = row(f"{quality} {predictor}", archive, encode, decode)
+    line["bit_exact"] = all(equal(a, b) for a, b in zip(snapshots, found, strict=True))
+    if quality == "recompute":
+        loaded = load_model(model)
+        line["as_a_fresh_prefill"] = all(equal(cache_of(loaded, each), each) for each in found)
+    return line
 
 
 def equal(a: Snapshot, b: Snapshot) -> bool:
@@ -98,22 +108,48 @@ def equal(a: Snapshot, b: Snapshot) -> bool:
     )
 
 
-def coded(snapshots: Sequence[Snapshot], model: Path) -> list[dict[str, Any]]:
+def cache_of(loaded: Model, snapshot: Snapshot) -> Snapshot:
+    """The cache that one prefill makes, rounded as the session's."""
+    from pltpack.dumps import from_dynamic_cache
+
+    dtype = torch_dtype(snapshot.identity.layers[0].dtype)
+    cache = prefill(loaded, snapshot.tokens)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    return from_dynamic_cache(cache, snapshot.tokens, snapshot.session, snapshot.identity)
+
+
+def coded(loaded: Model, snapshot: Snapshot) -> dict[str, Any]:
     """Tokens coded with the model's probabilities, beside its cross-entropy in one pass."""
     import torch
 
-    loaded, out = load_model(model), []
-    for snapshot in snapshots:
-        ids = torch.as_tensor(np.asarray(snapshot.tokens, np.int64))[None]
-        with torch.no_grad():
-            logs = loaded.network(ids).logits[0].double().log_softmax(-1)
-        entropy = -float(logs[:-1].gather(1, ids[0, 1:, None]).sum()) / math.log(2)
-        data, seconds = timed(lambda snapshot=snapshot: token_model.encode(loaded, snapshot.tokens))
-        tokens = len(snapshot)
-        out.append({"session": snapshot.session, "tokens": tokens, "entropy_bits_per_token": entropy / tokens,
-                    "bits_per_token": 8 * len(data) / tokens, "over_entropy": 8 * len(data) / entropy,
-                    "encode_and_check_ms_per_token": 1000 * seconds / tokens})  # fmt: skip
-    return out
+    ids = torch.as_tensor(np.asarray(snapshot.tokens, np.int64))[None]
+    with torch.no_grad():
+        logs = loaded.network(ids).logits[0].double().log_softmax(-1)
+    entropy = -float(logs[:-1].gather(1, ids[0, 1:, None]).sum()) / math.log(2)
+    data, seconds = timed(lambda: token_model.encode(loaded, snapshot.tokens))
+    tokens = len(snapshot)
+    return {"session": snapshot.session, "tokens": tokens, "entropy_bits": entropy, "coded_bytes": len(data),
+            "entropy_bits_per_token": entropy / tokens, "bits_per_token": 8 * len(data) / tokens,
+            "over_entropy": 8 * len(data) / entropy,
+            "encode_and_check_ms_per_token": 1000 * seconds / tokens}  # fmt: skip
+
+
+def other_kernels(loaded: Model, snapshot: Snapshot, text: np.ndarray) -> dict[str, Any]:
+    """How far a cache is from the captured one that is made with attention written out instead of fused."""
+    fused = loaded.network.config._attn_implementation
+    loaded.network.set_attn_implementation("eager")
+    try:
+        made = cache_of(loaded, snapshot)
+    finally:
+        loaded.network.set_attn_implementation(fused)
+    before = log_probabilities(loaded.network, snapshot, text)
+    found = compare(before, log_probabilities(loaded.network, made, text), text)
+    pairs = [(x, y) for index in range(len(snapshot.identity.layers))
+             for x, y in zip(snapshot.layer(index), made.layer(index), strict=True)]  # fmt: skip
+    differ = sum(int((x.view(np.uint16) != y.view(np.uint16)).sum()) for x, y in pairs)
+    return {"session": snapshot.session, "attention": [fused, "eager"], "kl": found["kl"],
+            "elements_that_differ": differ / sum(x.size for x, _ in pairs)}  # fmt: skip
 
 
 def general(snapshots: Sequence[Snapshot]) -> float:
@@ -122,18 +158,41 @@ def general(snapshots: Sequence[Snapshot]) -> float:
     return 8 * len(lzma.compress(raw, preset=9)) / sum(map(len, snapshots))
 
 
-def break_even(rows: Sequence[dict[str, Any]], prefill_ms: float) -> list[dict[str, Any]]:
-    """Milliseconds a token to get a cache back: read and decode, beside one prefill."""
+def loads(tier: str, archive: Path, snapshots: Sequence[Snapshot], speeds: Sequence[float]) -> list[dict[str, Any]]:
+    """Wall milliseconds a token until a whole cache is there, read at a disk's speed."""
     out = []
-    for line in rows:
-        if line["tier"].startswith(("recompute", "lossless+model")):
-            continue
-        for disk, speed in DISKS.items():
-            read = 1000 * line["payload_bits_per_token"] / 8 / speed
-            out.append({"tier": line["tier"], "disk": disk, "ms_per_token": read + line["decode_ms_per_token"],
-                        "prefill_ms_per_token": prefill_ms,
-                        "faster_by": prefill_ms / (read + line["decode_ms_per_token"])})  # fmt: skip
+    with pltpack.open(archive) as opened:
+        for speed in speeds:
+            with opened.loader(memory=0, read_bytes_per_second=speed) as loader:
+                hits = [loader.lookup(snapshot.tokens) for snapshot in snapshots]
+                times = []
+                for _ in range(LOADS):
+                    begin = time.perf_counter()
+                    for hit in hits:
+                        loader.load(hit)
+                    times.append(time.perf_counter() - begin)
+            tokens = sum(hit.tokens for hit in hits)
+            out.append({"tier": tier, "bytes_per_second": speed, "ms_per_token": 1000 * min(times) / tokens})
     return out
+
+
+def names(text: str) -> list[str]:
+    """What a comma separates."""
+    return [part for part in text.split(",") if part]
+
+
+class Report:
+    """What was measured so far, printed and kept in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._lists = path, dict[str, list[dict[str, Any]]]()
+
+    def add(self, part: str, line: dict[str, Any]) -> None:
+        """One more line."""
+        self._lists.setdefault(part, []).append(line)
+        print(part, json.dumps(line), flush=True)
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._lists, indent=1) + "\n")
 
 
 def main() -> None:
@@ -144,32 +203,36 @@ def main() -> None:
     parser.add_argument("--sessions", default="")
     parser.add_argument("--coded", default="")
     parser.add_argument("--tiers", default="lossless,q4,turboquant-3")
+    parser.add_argument("--made", default=MADE)
+    parser.add_argument("--speeds", default="200,3000")
+    parser.add_argument("--continuations", type=Path)
+    parser.add_argument("--kernels", default="")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    wanted = set(filter(None, arguments.sessions.split(",")))
+    wanted = names(arguments.sessions)
     snapshots = [s for s in pltpack.open_dumps(arguments.dumps) if not wanted or s.session in wanted]
-    named = set(filter(None, arguments.coded.split(",")))
-    tokens = sum(map(len, snapshots))
+    report = Report(arguments.json)
     loaded = load_model(arguments.model)
     prefill(loaded, snapshots[0].tokens)
     _, seconds = timed(lambda: [prefill(loaded, snapshot.tokens) for snapshot in snapshots])
-    result: dict[str, Any] = {"tokens": tokens, "prefill_ms_per_token": 1000 * seconds / tokens,
-                              "xz_bits_per_token": general(snapshots), "tiers": []}  # fmt: skip
+    tokens = sum(map(len, snapshots))
+    report.add("all", {"tokens": tokens, "prefill_ms_per_token": 1000 * seconds / tokens,
+                       "xz_bits_per_token": general(snapshots)})  # fmt: skip
     with tempfile.TemporaryDirectory() as temp:
-        for tier in filter(None, arguments.tiers.split(",")):
-            result["tiers"].append(stored(tier, snapshots, Path(temp)))
-            print(json.dumps(result["tiers"][-1]), flush=True)
-        runs = (("recompute", "float32"), ("lossless+model", "float32"), ("lossless+model", "bfloat16"),
-                ("lossless+model", "int8"))  # fmt: skip
-        for quality, predictor in runs:
-            result["tiers"].append(made(quality, predictor, snapshots, arguments.model, Path(temp)))
-            print(json.dumps(result["tiers"][-1]), flush=True)
-    result["break_even"] = break_even(result["tiers"], result["prefill_ms_per_token"])
-    result["coded"] = coded([s for s in snapshots if s.session in named], arguments.model)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+        for tier in names(arguments.tiers):
+            report.add("tiers", stored(tier, snapshots, Path(temp)))
+            for line in loads(tier, Path(temp) / tier, snapshots, [1e6 * float(s) for s in names(arguments.speeds)]):
+                report.add("loads", line)
+        for quality, predictor in (each.rsplit(":", 1) for each in names(arguments.made)):
+            report.add("tiers", made(quality, predictor, snapshots, arguments.model, Path(temp)))
+    if arguments.kernels:
+        texts = load_file(arguments.continuations)
+        for snapshot in snapshots:
+            if snapshot.session in names(arguments.kernels):
+                report.add("kernels", other_kernels(loaded, snapshot, texts[snapshot.session]))
+    for snapshot in snapshots:
+        if snapshot.session in names(arguments.coded):
+            report.add("coded", coded(loaded, snapshot))
 
 
 if __name__ == "__main__":

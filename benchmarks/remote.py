@@ -1,12 +1,12 @@
 """Archives in an object store under faults and races: nothing wrong is read, nothing hangs, nothing is lost.
 
-Usage: python -m benchmarks.remote [--faults 1000] [--races 200] [--seed 0]
+Usage: python -m benchmarks.remote [--faults 1000] [--races 200] [--seed 0] [--encrypt]
 
 An S3 server (moto, in memory, over HTTP on loopback) stands behind a proxy that breaks answers
 (`benchmarks.faulty_proxy`). First reads of random parts and appends go through it until so many faults were injected:
 every value must be that of the dump, every operation must end before its deadline, and every append that was reported
 done must be there. Then two writers append to one archive at the same moment, again and again: just one of each two
-must win, the other get `ConflictError`.
+must win, the other get `ConflictError`. With --encrypt, both archives are encrypted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ import numpy as np
 import pltpack
 from benchmarks.faulty_proxy import FaultyProxy
 from pltpack.errors import ConflictError, StoreError
+from pltpack.format.sealing import using_key
 from pltpack.snapshot import Identity, Snapshot
 from pltpack.store import Store, open_store
 from pltpack.store.patience import Patience
@@ -79,12 +81,14 @@ def same(a: Snapshot, b: Snapshot, start: int, stop: int, layers: range) -> bool
     return True
 
 
-def under_faults(proxy: FaultyProxy, wanted: int, rng: np.random.Generator) -> Counter[str]:
+def under_faults(
+    proxy: FaultyProxy, wanted: int, rng: np.random.Generator, archive: str = "faults", encrypt: bool = False
+) -> Counter[str]:
     """Read and append through the proxy until `wanted` faults were injected; counts what happened."""
     seen: Counter[str] = Counter()
     sessions = {f"s{i}": session(f"s{i}", 1000 + 200 * i, i) for i in range(3)}
-    first = store_at(proxy.url, "faults")
-    pltpack.compress(list(sessions.values()), first, quality="lossless")
+    first = store_at(proxy.url, archive)
+    pltpack.compress(list(sessions.values()), first, quality="lossless", encrypt=encrypt)
     proxy.rate = 0.25
     number = len(sessions)
     while sum(proxy.counts.values()) < wanted:
@@ -93,9 +97,9 @@ def under_faults(proxy: FaultyProxy, wanted: int, rng: np.random.Generator) -> C
             if rng.random() < 0.3:
                 name = f"s{number}"
                 number += 1
-                _append(proxy, name, sessions, seen)
+                _append(proxy, archive, name, sessions, seen)
             else:
-                _read(proxy, sessions, rng)
+                _read(proxy, archive, sessions, rng)
                 seen["reads"] += 1
         except StoreError:
             seen["gave up"] += 1
@@ -104,26 +108,26 @@ def under_faults(proxy: FaultyProxy, wanted: int, rng: np.random.Generator) -> C
         if took > min(most, 4 * PATIENCE.deadline_s + SLACK_S):
             raise AssertionError(f"an operation took {took:.0f} s")
     proxy.rate = 0.0
-    with pltpack.open(first) as archive:
-        missing = set(sessions) - set(archive.sessions)
+    with pltpack.open(first) as opened:
+        missing = set(sessions) - set(opened.sessions)
         if missing:
             raise AssertionError(f"lost commits: {sorted(missing)}")
-        for name in archive.sessions:
-            whole = archive.read(name)
+        for name in opened.sessions:
+            whole = opened.read(name)
             if not same(whole, sessions[name], 0, len(whole), range(LAYERS)):
                 raise AssertionError(f"wrong values in {name}")
     return seen
 
 
-def _append(proxy: FaultyProxy, name: str, sessions: dict[str, Snapshot], seen: Counter[str]) -> None:
+def _append(proxy: FaultyProxy, archive: str, name: str, sessions: dict[str, Snapshot], seen: Counter[str]) -> None:
     new = session(name, 300, len(sessions) + 1000)
     try:
-        pltpack.append(store_at(proxy.url, "faults"), [new])
+        pltpack.append(store_at(proxy.url, archive), [new])
     except StoreError:
         # What became of it is not known to the writer: it may be there, but then whole.
         rate, proxy.rate = proxy.rate, 0.0
-        with pltpack.open(store_at(proxy.url, "faults")) as archive:
-            there = name in archive.sessions
+        with pltpack.open(store_at(proxy.url, archive)) as opened:
+            there = name in opened.sessions
         proxy.rate = rate
         if there:
             sessions[name] = new
@@ -133,21 +137,21 @@ def _append(proxy: FaultyProxy, name: str, sessions: dict[str, Snapshot], seen: 
     seen["appends"] += 1
 
 
-def _read(proxy: FaultyProxy, sessions: dict[str, Snapshot], rng: np.random.Generator) -> None:
+def _read(proxy: FaultyProxy, archive: str, sessions: dict[str, Snapshot], rng: np.random.Generator) -> None:
     name = str(rng.choice(sorted(sessions)))
     first, last = sorted(rng.choice(len(sessions[name]) + 1, 2, replace=False).tolist())
     low, high = sorted(rng.choice(LAYERS + 1, 2, replace=False).tolist())
-    with pltpack.open(store_at(proxy.url, "faults")) as archive:
-        found = archive.read(name, layers=range(low, high), tokens=slice(first, last))
+    with pltpack.open(store_at(proxy.url, archive)) as opened:
+        found = opened.read(name, layers=range(low, high), tokens=slice(first, last))
     if not same(found, sessions[name], first, last, range(low, high)):
         raise AssertionError(f"wrong values in {name}, layers {low}:{high}, tokens {first}:{last}")
 
 
-def races(url: str, rounds: int) -> Counter[str]:
+def races(url: str, rounds: int, encrypt: bool = False) -> Counter[str]:
     """Let two writers append at the same moment, `rounds` times; counts who won."""
     won: Counter[str] = Counter()
     stores = [store_at(url, "races") for _ in range(2)]
-    pltpack.compress([session("first", 40, 0)], stores[0], quality="lossless")
+    pltpack.compress([session("first", 40, 0)], stores[0], quality="lossless", encrypt=encrypt)
     there = {"first"}
     for number in range(rounds):
         gate, results = threading.Barrier(2), ["", ""]
@@ -213,15 +217,17 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--races", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--encrypt", action="store_true")
     options = parser.parse_args()
-    with s3_server("archives") as port:
+    key = using_key(os.urandom(32)) if options.encrypt else contextlib.nullcontext()
+    with key, s3_server("archives") as port:
         begin = time.monotonic()
         with FaultyProxy(port, seed=options.seed, slow_s=1.0) as proxy:
-            seen = under_faults(proxy, options.faults, np.random.default_rng(options.seed))
+            seen = under_faults(proxy, options.faults, np.random.default_rng(options.seed), encrypt=options.encrypt)
             print(f"{sum(proxy.counts.values())} faults {dict(proxy.counts)} in {proxy.requests} requests, "
                   f"{time.monotonic() - begin:.0f} s: {dict(seen)}")  # fmt: skip
             print("no wrong bytes, no hang, no lost commit")
-        won = races(f"http://127.0.0.1:{port}", options.races)
+        won = races(f"http://127.0.0.1:{port}", options.races, options.encrypt)
         print(f"{options.races} races: {dict(won)}; every other writer got ConflictError, nothing was lost")
     return 0
 

@@ -14,11 +14,13 @@ import pltpack
 from benchmarks import remote as program
 from pltpack.archive.settings import Settings
 from pltpack.archive.writer import GenerationWriter
-from pltpack.errors import ConflictError, FormatError, StoreError, UnsupportedError
+from pltpack.errors import ConflictError, EncryptionError, FormatError, StoreError, UnsupportedError
 from pltpack.format.manifest import NAME
+from pltpack.format.sealing import using_key
 from pltpack.store import LocalStore, open_store
 from pltpack.store.location import Url, located
 from pltpack.store.patience import Patience
+from pltpack.store.remote import RemoteStore
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -90,12 +92,20 @@ def test_the_bytes_are_those_of_a_folder(proxy: FaultyProxy, tmp_path: Path):
     assert pltpack.verify(tmp_path / "copy", against=sessions)["differences"] == []
 
 
-def test_only_what_is_needed_is_read(proxy: FaultyProxy):
-    store = at(proxy.url, "ranges")
+@pytest.fixture
+def key():
+    pytest.importorskip("cryptography")
+    with using_key(bytes(range(32))):
+        yield
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_only_what_is_needed_is_read(proxy: FaultyProxy, key: None, encrypt: bool):
+    store = at(proxy.url, f"ranges-{encrypt}")
     long = program.session("long", 20_000, 7)
-    pltpack.compress([long], store, quality="lossless")
+    pltpack.compress([long], store, quality="lossless", encrypt=encrypt)
     size = store.load().manifest.sessions[0].bytes
-    with pltpack.open(at(proxy.url, "ranges")) as archive:
+    with pltpack.open(at(proxy.url, f"ranges-{encrypt}")) as archive:
         archive.shard("long")
         proxy.log.clear()
         part = archive.read("long", layers=range(1, 2), tokens=slice(9000, 9100))
@@ -110,9 +120,49 @@ def test_only_what_is_needed_is_read(proxy: FaultyProxy):
         assert len(proxy.log) < len(archive.shard("long").units) / 10
 
 
-def test_faults_change_nothing(proxy: FaultyProxy):
-    seen = program.under_faults(proxy, 15, np.random.default_rng(5))
-    assert seen["reads"] > 0 and len(proxy.counts) >= 3
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_faults_change_nothing(proxy: FaultyProxy, key: None, encrypt: bool):
+    proxy.counts.clear()
+    seen = program.under_faults(proxy, 8 if encrypt else 15, np.random.default_rng(5), f"faults-{encrypt}", encrypt)
+    assert seen["reads"] > 0 and len(proxy.counts) >= 2
+
+
+def test_an_encrypted_archive_tells_the_store_nothing(proxy: FaultyProxy):
+    pytest.importorskip("cryptography")
+    store, shared = at(proxy.url, "sealed", key_bytes=bytes(range(32))), ids(30)
+    sessions = [session("secret-a", shared), session("secret-b", [*shared, *ids(31)], salt="tenant")]
+    pltpack.compress(sessions, store, quality="lossless", encrypt=True)
+    later = session("secret-c", [*shared, *ids(32)])
+    pltpack.append(store, [later])
+    assert pltpack.verify(store, against=[*sessions, later])["differences"] == []
+    objects = {name: store.objects.get(name, 5.0) for name, _ in store.objects.listed(5.0)}
+    for name, (data, _) in objects.items():
+        assert not any(word in data + name.encode() for word in (b"secret", b"tenant", b"toy"))
+    for wrong, fact in ((None, "none is given"), (bytes(32), "the one given is")):
+        with pytest.raises(EncryptionError, match=fact):
+            pltpack.open(at(proxy.url, "sealed", key_bytes=wrong))
+    pltpack.compact(store)
+
+
+def test_what_is_altered_in_a_store_is_noticed(key: None):
+    store, rng = open_store("memory://toy/altered"), np.random.default_rng(9)
+    pltpack.compress([session("a", ids(33))], store, quality="lossless", encrypt=True)
+    assert isinstance(store, RemoteStore)
+    for name in [name for name, _ in store.objects.listed(5.0)]:
+        data, version = store.objects.get(name, 5.0)
+        for place in (0, len(data) - 1, *rng.integers(0, len(data), 6).tolist()):
+            changed = bytearray(data)
+            changed[place] ^= 1 << int(rng.integers(8))
+            store.objects.replace(name, bytes(changed), version, 5.0)
+            with (
+                pytest.raises((FormatError, EncryptionError)),
+                pltpack.open("memory://toy/altered") as archive,
+            ):
+                archive.read("a")
+            _, version = store.objects.get(name, 5.0)
+        store.objects.replace(name, data, version, 5.0)
+    with pltpack.open("memory://toy/altered") as archive:
+        assert equal_bits(archive.read("a"), session("a", ids(33)))
 
 
 def test_two_writers_race(proxy: FaultyProxy):
@@ -203,14 +253,16 @@ def test_the_loader_reads_from_a_store(proxy: FaultyProxy):
             assert np.array_equal(layer.keys, keys[:, :576]) and np.array_equal(layer.values, values[:, :576])
 
 
-def test_memory_and_files(tmp_path: Path):
-    snapshot = session("a", ids(20))
-    pltpack.compress([snapshot], "memory://toy/archive", quality="lossless")
-    pltpack.append("memory://toy/archive", [session("b", ids(21))])
-    with pltpack.open("memory://toy/archive") as archive:
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_memory_and_files(tmp_path: Path, key: None, encrypt: bool):
+    snapshot, url = session("a", ids(20)), f"memory://toy/archive-{encrypt}"
+    pltpack.compress([snapshot], url, quality="lossless", encrypt=encrypt)
+    pltpack.append(url, [session("b", ids(21))])
+    with pltpack.open(url) as archive:
         assert equal_bits(archive.read("a"), snapshot) and archive.sessions == ["a", "b"]
+        assert (archive.manifest.seal is not None) == encrypt
     with pytest.raises(ConflictError):
-        pltpack.compress([snapshot], "memory://toy/archive")
+        pltpack.compress([snapshot], url)
     pltpack.compress([snapshot], f"file://{tmp_path}/a%20b", quality="lossless")
     assert (tmp_path / "a b" / NAME).is_file()
 
