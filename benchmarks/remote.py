@@ -65,9 +65,9 @@ def session(name: str, tokens: int, seed: int) -> Snapshot:
     return Snapshot.from_arrays(name, rng.integers(0, 1000, tokens, dtype=np.int32), layers, Identity(model="toy"))
 
 
-def store_at(url: str, name: str) -> Store:
+def store_at(url: str, name: str, patience: Patience = PATIENCE) -> Store:
     """An archive's store behind an endpoint."""
-    return open_store(f"s3://archives/{name}", endpoint_url=url, key="k", secret="s", patience=PATIENCE)
+    return open_store(f"s3://archives/{name}", endpoint_url=url, key="k", secret="s", patience=patience)
 
 
 def same(a: Snapshot, b: Snapshot, start: int, stop: int, layers: range) -> bool:
@@ -87,7 +87,7 @@ def under_faults(
     """Read and append through the proxy until `wanted` faults were injected; counts what happened."""
     seen: Counter[str] = Counter()
     sessions = {f"s{i}": session(f"s{i}", 1000 + 200 * i, i) for i in range(3)}
-    first = store_at(proxy.url, archive)
+    first = store_at(proxy.url, archive, Patience())
     pltpack.compress(list(sessions.values()), first, quality="lossless", encrypt=encrypt)
     proxy.rate = 0.25
     number = len(sessions)

@@ -19,7 +19,7 @@ from pltpack.format.manifest import NAME
 from pltpack.format.sealing import using_key
 from pltpack.store import LocalStore, open_store
 from pltpack.store.location import Url, located
-from pltpack.store.patience import Patience
+from pltpack.store.patience import ChangedError, Patience
 from pltpack.store.remote import RemoteStore
 
 pytest.importorskip("s3fs")
@@ -199,6 +199,20 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(proxy: FaultyProxy):
     with pltpack.open(at(proxy.url, "lost")) as archive:
         assert archive.sessions == ["a", "b", "c"]
     pltpack.verify(at(proxy.url, "lost"))
+
+
+def test_a_timeout_after_a_refused_commit_is_no_second_refusal(proxy: FaultyProxy):
+    store = at(proxy.url, "twice")
+    pltpack.compress([session("a", ids(14))], store, quality="lossless")
+    try:
+        store.objects.replace(NAME, b"", "another", 5.0)
+    except ChangedError:
+        # So busy that the request does not even begin.
+        store.objects._fs.loop.call_soon_threadsafe(time.sleep, 1.5)
+        with pytest.raises(TimeoutError):
+            store.objects.get(NAME, 0.1)
+    else:
+        pytest.fail("a commit upon another state was done")
 
 
 def test_a_dead_store_is_an_error_before_its_deadline(proxy: FaultyProxy):

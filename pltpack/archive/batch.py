@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -14,6 +15,8 @@ from pltpack.codec.base import Codec, DecodeJob, KeyValue, Unit
 
 #: Most payload bytes that are read at once, unless one unit is larger.
 PIECE_BYTES = 1 << 20
+#: Most payload bytes that `at_once` reads.
+WINDOW_BYTES = 1 << 22
 
 
 class _Item(NamedTuple):
@@ -44,7 +47,55 @@ class _Buffer(threading.local):
         return memoryview(self._bytes)[:size]
 
 
-_buffer = _Buffer()
+class _Window(threading.local):
+    """What `at_once` has read for a thread, or is going to read when the first of it is asked for."""
+
+    def __init__(self) -> None:
+        self.container: Any = None
+        self._bytes = bytearray()
+        self._start = self._end = 0
+        self._filled = False
+
+    def open(self, container: Any, start: int, end: int) -> None:
+        self.container, self._start, self._end, self._filled = container, start, end, False
+
+    def view(self, container: Any, start: int, end: int) -> memoryview | None:
+        if container is not self.container or start < self._start or end > self._end:
+            return None
+        size = self._end - self._start
+        if not self._filled:
+            if len(self._bytes) < size:
+                self._bytes = bytearray(size)
+            container.payload_into(memoryview(self._bytes)[:size], self._start)
+            self._filled = True
+        return memoryview(self._bytes)[start - self._start : end - self._start]
+
+
+_buffer, _window = _Buffer(), _Window()
+
+
+@contextlib.contextmanager
+def at_once(segment: Segment, units: Sequence[np.ndarray]) -> Iterator[None]:
+    """Have this thread read these units of a segment together, whole and all of them going to be decoded.
+
+    What reads and decrypts is as far from the processor after each decoding as what decodes after each reading.
+    Nothing is done where they do not follow each other in the file, are many bytes, or come from afar.
+    """
+    container = segment.container
+    records = units[0] if len(units) == 1 else np.concatenate(units) if units else np.empty(0)
+    if _window.container is not None or not container.at_hand or not len(records):
+        yield
+        return
+    offsets, lengths = records["offset"].astype(np.int64), records["length"].astype(np.int64)
+    start, end = int(offsets[0]), int(offsets[-1] + lengths[-1])
+    if end - start > WINDOW_BYTES or (offsets[1:] != offsets[:-1] + lengths[:-1]).any():
+        yield
+        return
+    _window.open(container, start, end)
+    try:
+        yield
+    finally:
+        _window.container = None
 
 
 class Batch:
@@ -92,9 +143,11 @@ def _pieces(items: list[_Item]) -> Iterator[list[_Item]]:
 
 
 def _decode(piece: list[_Item]) -> None:
-    segment, start = piece[0].segment, piece[0].offset
-    data = _buffer.view(piece[-1].offset + piece[-1].length - start)
-    segment.container.payload_into(data, start)
+    segment, start, end = piece[0].segment, piece[0].offset, piece[-1].offset + piece[-1].length
+    data = _window.view(segment.container, start, end)
+    if data is None:
+        data = _buffer.view(end - start)
+        segment.container.payload_into(data, start)
     codec = segment.codec_of(piece[0].record)
     jobs = []
     for item in piece:

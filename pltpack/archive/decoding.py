@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pltpack.archive.ahead import announce
-from pltpack.archive.batch import Batch
+from pltpack.archive.batch import Batch, at_once
 from pltpack.archive.mapped import mapped_units, reference_values
 from pltpack.archive.segments import Segment, fresh
 from pltpack.archive.shard import Shard
@@ -60,10 +60,17 @@ def decode_layers(
         _Target(shard, layer, start, stop, arrays)
         for layer, arrays in zip(layers, [None] * len(layers) if out is None else out, strict=True)
     ]
-    batch, spans = Batch(), Spans()
     if shard.recipe is not None:
         _rebuild(shard, targets, start, stop)
         return [target.finish() for target in targets]
+    own = [own_units(shard, target.layer, start, stop) for target in targets]
+    with at_once(shard, own):
+        _decode(shard, targets, own, start, stop)
+    return [target.finish() for target in targets]
+
+
+def _decode(shard: Shard, targets: Sequence[_Target], own: Sequence[np.ndarray], start: int, stop: int) -> None:
+    batch, spans = Batch(), Spans()
     # Of units of several layers: decoded once even where nothing is kept.
     held: dict[tuple[int, int, int], list[KeyValue]] = {}
     for target in targets:
@@ -81,8 +88,8 @@ def decode_layers(
     batch.run()
     spans.run()
     corrections, predicted = [], Predicted(shard)
-    for target in targets:
-        for record in own_units(shard, target.layer, start, stop):
+    for target, units in zip(targets, own, strict=True):
+        for record in units:
             first = int(record["token_start"])
             last = first + int(record["token_count"])
             part = max(first, start), min(last, stop)
@@ -98,7 +105,6 @@ def decode_layers(
         target.put(batch, shard, record, *part, target.copy(*part))
     batch.run()
     predicted.run()
-    return [target.finish() for target in targets]
 
 
 def _rebuild(shard: Shard, targets: Sequence[_Target], start: int, stop: int) -> None:

@@ -43,6 +43,8 @@ MINOR_SCALED = 3
 #: Minor version of containers that are encrypted; what is sealed in them has a version of its own.
 MINOR_ENCRYPTION = 4
 
+# Of these are opened at once as many bytes as stay in a processor's cache.
+_OPENED_BYTES = 1 << 18
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -282,31 +284,45 @@ class Container:
         """
         self.source.release()
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether a read is done in no time."""
+        return not self.source.distant
+
     def payload(self, offset: int, length: int) -> bytes:
         """Payload bytes ``[offset, offset + length)``; the range has been checked against `payload_bytes`."""
         if self._sealed is None:
             return self.source.read(self._payload_at + offset, length)
+        return bytes(self._opened(offset, length))
+
+    def _opened(self, offset: int, length: int) -> bytes | memoryview:
+        assert self._sealed is not None
         first, last = self._sealed.covering(offset, offset + length)
         if not length or first >= last:
             return b""
+        return self._sealed.open(first, last, self._stored(first, last), offset, offset + length)
+
+    def _stored(self, first: int, last: int) -> memoryview:
+        """Sealed bytes of units ``[first, last)``, valid in this thread until the next call."""
+        assert self._sealed is not None
         begin, end = self._sealed.stored(first, last)
         stored = scratch.view(end - begin)
         self.source.read_into(stored, self._payload_at + begin)
-        return self._sealed.open(first, last, stored, offset, offset + length)
+        return stored
 
     def payload_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with payload bytes from `offset` on; the range has been checked against `payload_bytes`."""
         if self._sealed is None:
             self.source.read_into(buffer, self._payload_at + offset)
             return
-        first, last = self._sealed.covering(offset, offset + len(buffer))
-        if not self._sealed.are_whole(first, last, offset, offset + len(buffer)):
-            buffer[:] = self.payload(offset, len(buffer))
+        end = offset + len(buffer)
+        first, last = self._sealed.covering(offset, end)
+        if not self._sealed.are_whole(first, last, offset, end):
+            buffer[:] = self._opened(offset, len(buffer))
             return
-        begin, end = self._sealed.stored(first, last)
-        stored = scratch.view(end - begin)
-        self.source.read_into(stored, self._payload_at + begin)
-        self._sealed.open_into(first, last, stored, buffer)
+        most = _OPENED_BYTES if self.at_hand else end - offset
+        for begin, stop, part in self._sealed.runs(first, last, most):
+            self._sealed.open_into(begin, stop, self._stored(begin, stop), buffer[part])
 
     def will_need(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Have payload bytes ``[begin, end)`` read ahead, where that can be."""
@@ -326,7 +342,7 @@ class Container:
             If the file has become shorter.
         """
         if self._sealed is not None:
-            return memoryview(self.payload(offset, length))
+            return memoryview(self._opened(offset, length))
         return self.source.mapped(self._payload_at + offset, length)
 
     def payload_sha256(self) -> str:

@@ -10,20 +10,21 @@ import bisect
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from pltpack.errors import FormatError
 from pltpack.format.header import DTYPES
-from pltpack.format.sealing import TAG_BYTES, FileSeal, canonical, decoded, encoded, parsed
+from pltpack.format.sealing import NONCE, TAG_BYTES, FileSeal, altered, canonical, decoded, encoded, parsed
 
 #: Metadata keys of an encrypted container.
 HEADER, SEALED = "encryption", "sealed"
 # As much as readers ask for at once, and its tags.
 _MOST_SCRATCH = 1 << 21
 _BOUND = struct.Struct("<QQ")
+_UNIT = b"unit"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Where a record of the unit index has its offset and length (spec/format.md, "Unit index").
 _RECORD = np.dtype({"names": ["offset", "length"], "formats": ["<u8", "<u8"], "offsets": [0, 8], "itemsize": 48})
@@ -32,7 +33,7 @@ _RECORD = np.dtype({"names": ["offset", "length"], "formats": ["<u8", "<u8"], "o
 def seal_unit(seal: FileSeal, number: int, offset: int, payload: bytes | memoryview) -> memoryview:
     """A unit's bytes in the file, valid in this thread until the next call."""
     out = scratch.view(len(payload) + TAG_BYTES)
-    seal.seal_into(b"unit", number, payload, out, _BOUND.pack(offset, len(payload)))
+    seal.seal_into(_UNIT, number, payload, out, _BOUND.pack(offset, len(payload)))
     return out
 
 
@@ -111,15 +112,21 @@ class SealedUnits:
         records = np.frombuffer(index.tobytes(), _RECORD)
         if (records["length"] > stored_bytes).any() or float(records["length"].sum(dtype=np.float64)) > stored_bytes:
             raise FormatError("units do not cover the payload", path)
-        self._seal, self._path = seal, path
+        self._path = path
         ends = np.cumsum(records["length"].astype(np.int64))
         starts = ends - records["length"].astype(np.int64)
         self.payload_bytes = int(ends[-1]) if len(records) else 0
         if self.payload_bytes + TAG_BYTES * len(records) != stored_bytes or (records["offset"] != starts).any():
             raise FormatError("units do not cover the payload", path)
-        # Lists: a small unit opens in less time than it takes to get one number out of an array.
+        # Lists and bytes: a small unit opens in less time than it takes to get one number out of an array.
         self._starts: list[int] = starts.tolist()
         self._ends: list[int] = ends.tolist()
+        count = len(records)
+        bounds = np.stack([starts, ends - starts], 1).astype("<u8").view(np.uint8).reshape(count, _BOUND.size)
+        numbers = np.arange(count).astype(">u8").view(np.uint8).reshape(count, NONCE.size - len(_UNIT))
+        self._nonces, self._bounds = _with(_UNIT, numbers), _with(seal.bound_to(_UNIT), bounds)
+        self._bound_bytes = len(seal.bound_to(_UNIT)) + _BOUND.size
+        self._cipher, self._errors = seal.cipher, seal.errors
 
     def covering(self, offset: int, end: int) -> tuple[int, int]:
         """Numbers ``[first, last)`` of the units that hold payload bytes ``[offset, end)``."""
@@ -130,31 +137,62 @@ class SealedUnits:
         """Where units ``[first, last)`` are in the stored payload."""
         return self._starts[first] + TAG_BYTES * first, self._ends[last - 1] + TAG_BYTES * last
 
-    def open(self, first: int, last: int, data: memoryview, offset: int, end: int) -> bytes:
+    def open(self, first: int, last: int, data: memoryview, offset: int, end: int) -> bytes | memoryview:
         """Payload bytes ``[offset, end)`` of stored units ``[first, last)``; `FormatError` if one was altered."""
-        at, parts = 0, []
-        for number in range(first, last):
-            start, length = self._starts[number], self._ends[number] - self._starts[number]
-            bound = _BOUND.pack(start, length)
-            parts.append(self._seal.open(b"unit", number, data[at : at + length + TAG_BYTES], self._path, bound))
-            at += length + TAG_BYTES
-        joined = parts[0] if len(parts) == 1 else b"".join(parts)
-        start = self._starts[first]
-        return joined if (offset, end) == (start, start + len(joined)) else joined[offset - start : end - start]
+        if last - first == 1:
+            try:
+                whole: bytes | bytearray = self._cipher.decrypt(self._nonce(first), data, self._bound(first))
+            except self._errors:
+                raise altered(_UNIT, first, self._path) from None
+        else:
+            whole = bytearray(self._ends[last - 1] - self._starts[first])
+            self.open_into(first, last, data, memoryview(whole))
+        begin = self._starts[first]
+        if isinstance(whole, bytes) and (offset, end) == (begin, begin + len(whole)):
+            return whole
+        return memoryview(whole)[offset - begin : end - begin]
 
     def open_into(self, first: int, last: int, data: memoryview, out: memoryview) -> None:
         """All payload bytes of stored units ``[first, last)``; errors as of `open`."""
+        if last - first == 1:
+            self._open(first, data, out)
+            return
         at = filled = 0
         for number in range(first, last):
-            start, length = self._starts[number], self._ends[number] - self._starts[number]
-            sealed, room = data[at : at + length + TAG_BYTES], out[filled : filled + length]
-            self._seal.open_into(b"unit", number, sealed, room, self._path, _BOUND.pack(start, length))
+            length = self._ends[number] - self._starts[number]
+            self._open(number, data[at : at + length + TAG_BYTES], out[filled : filled + length])
             at += length + TAG_BYTES
             filled += length
+
+    def _open(self, number: int, sealed: memoryview, out: memoryview) -> None:
+        try:
+            self._cipher.decrypt_into(self._nonce(number), sealed, self._bound(number), out)
+        except self._errors:
+            raise altered(_UNIT, number, self._path) from None
+
+    def _nonce(self, number: int) -> bytes:
+        return self._nonces[number * NONCE.size : (number + 1) * NONCE.size]
+
+    def _bound(self, number: int) -> bytes:
+        return self._bounds[number * self._bound_bytes : (number + 1) * self._bound_bytes]
+
+    def runs(self, first: int, last: int, most: int) -> Iterator[tuple[int, int, slice]]:
+        """Cut units ``[first, last)`` into runs of at most so many bytes, or one unit; with their places in it."""
+        base = self._starts[first]
+        while first < last:
+            stop = max(first + 1, bisect.bisect_right(self._ends, self._starts[first] + most, first, last))
+            yield first, stop, slice(self._starts[first] - base, self._ends[stop - 1] - base)
+            first = stop
 
     def are_whole(self, first: int, last: int, offset: int, end: int) -> bool:
         """Whether units ``[first, last)`` are just the payload bytes ``[offset, end)``."""
         return first < last and (self._starts[first], self._ends[last - 1]) == (offset, end)
+
+
+def _with(prefix: bytes, rows: np.ndarray) -> bytes:
+    """Rows of bytes, each behind a prefix."""
+    fixed = np.broadcast_to(np.frombuffer(prefix, np.uint8), (len(rows), len(prefix)))
+    return np.concatenate([fixed, rows], 1).tobytes()
 
 
 class Scratch(threading.local):

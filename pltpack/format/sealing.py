@@ -27,7 +27,8 @@ CIPHER = "AES-256-GCM"
 KEY_BYTES, SALT_BYTES, ARCHIVE_BYTES, TAG_BYTES = 32, 32, 16, 16
 KEY_VARIABLE, FILE_VARIABLE = "PLTPACK_KEY", "PLTPACK_KEY_FILE"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
-_NONCE = struct.Struct(">4sQ")
+#: A part's role and number.
+NONCE = struct.Struct(">4sQ")
 _given: list[bytes] = []
 
 
@@ -154,6 +155,13 @@ class FileSeal:
         The file's encryption header.
     key : bytes
         32 bytes.
+
+    Attributes
+    ----------
+    cipher : AESGCM
+        For who has many parts to open, and makes nonces and associated data of all at once.
+    errors : tuple of type
+        What it raises for a part that was altered.
     """
 
     def __init__(self, header: dict[str, str], key: bytes) -> None:
@@ -164,7 +172,7 @@ class FileSeal:
             raise UnsupportedError("encryption needs a package that is not installed: pip install 'pltpack[encrypt]'"
                                    ) from None  # fmt: skip
         self.header, self._key, self._archive = header, key, bytes.fromhex(header["archive"])
-        self._cipher, self._invalid = AESGCM(key), (InvalidTag, ValueError)
+        self.cipher, self.errors = AESGCM(key), (InvalidTag, ValueError)
 
     def __reduce__(self) -> tuple[type[FileSeal], tuple[dict[str, str], bytes]]:
         return FileSeal, (self.header, self._key)
@@ -174,6 +182,10 @@ class FileSeal:
         if header != self.header:
             raise FormatError("it is encrypted with another key", path)
         return self
+
+    def bound_to(self, role: bytes) -> bytes:
+        """What the associated data of all parts of a kind begin with."""
+        return self._archive + role
 
     def seal(self, role: bytes, number: int, data: bytes | memoryview, bound: bytes = b"") -> bytes:
         """Encrypt a part: its bytes, and a tag of 16.
@@ -188,22 +200,13 @@ class FileSeal:
         bound : bytes
             What must be the same when it is opened.
         """
-        return self._cipher.encrypt(_NONCE.pack(role, number), data, self._archive + role + bound)
+        return self.cipher.encrypt(NONCE.pack(role, number), data, self.bound_to(role) + bound)
 
     def seal_into(
         self, role: bytes, number: int, data: bytes | memoryview, out: memoryview, bound: bytes = b""
     ) -> None:
         """Encrypt a part to its place, `TAG_BYTES` longer than its bytes; arguments as of `seal`."""
-        self._cipher.encrypt_into(_NONCE.pack(role, number), data, self._archive + role + bound, out)
-
-    def open_into(
-        self, role: bytes, number: int, data: memoryview, out: memoryview, path: os.PathLike[str], bound: bytes = b""
-    ) -> None:
-        """Decrypt a part to its place; arguments and errors as of `open`."""
-        try:
-            self._cipher.decrypt_into(_NONCE.pack(role, number), data, self._archive + role + bound, out)
-        except self._invalid:
-            raise _altered(role, number, path) from None
+        self.cipher.encrypt_into(NONCE.pack(role, number), data, self.bound_to(role) + bound, out)
 
     def open(
         self, role: bytes, number: int, data: bytes | memoryview, path: os.PathLike[str], bound: bytes = b""
@@ -216,9 +219,9 @@ class FileSeal:
             If any of its bytes, its place or what it is bound to is not as it was sealed.
         """
         try:
-            return self._cipher.decrypt(_NONCE.pack(role, number), data, self._archive + role + bound)
-        except self._invalid:
-            raise _altered(role, number, path) from None
+            return self.cipher.decrypt(NONCE.pack(role, number), data, self.bound_to(role) + bound)
+        except self.errors:
+            raise altered(role, number, path) from None
 
 
 def checked(header: object, path: os.PathLike[str]) -> dict[str, str]:
@@ -272,6 +275,7 @@ def parsed(data: bytes, path: os.PathLike[str]) -> Any:
         raise FormatError("the sealed part is malformed", path) from None
 
 
-def _altered(role: bytes, number: int, path: os.PathLike[str]) -> FormatError:
+def altered(role: bytes, number: int, path: os.PathLike[str]) -> FormatError:
+    """The error for a part that does not open."""
     what = {b"unit": f"unit {number}", b"tabl": "a table"}.get(role, "the sealed head")
     return FormatError(f"{what} does not open with this key: it was altered or moved", path)

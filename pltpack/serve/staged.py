@@ -69,7 +69,9 @@ class Reads:
     def read(self, container: Container, offset: int, length: int,
              sleep: Callable[[float], object] = time.sleep) -> bytes | memoryview:  # fmt: skip
         """Payload bytes of an open container; `sleep` waits where the speed is limited."""
-        data = container.mapped(offset, length) if self._mapped else container.payload(offset, length)
+        # What is encrypted is never in place, and one copy less than `payload` makes of it.
+        in_place = self._mapped or container.seal is not None
+        data = container.mapped(offset, length) if in_place else container.payload(offset, length)
         with self._lock:
             self.bytes += length
         if self._speed:
@@ -83,6 +85,9 @@ class Reads:
 
 class StagedContainer:
     """An open container as `pltpack.archive` uses it; payload comes from `holding`, or else by `reads`."""
+
+    #: What was read is already together.
+    at_hand = False
 
     def __init__(self, container: Container, reads: Reads) -> None:
         self._container, self._reads = container, reads

@@ -7,6 +7,7 @@ one that is to be replaced.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ class S3Objects(Objects):
     def _sync(self, method: Any, *args: Any, timeout: float) -> Any:
         from fsspec.asyn import sync
 
+        # An error met while another one is handled has that one for its context, and is not of its kind.
+        handled = sys.exception()
         try:
             return sync(self._fs.loop, method, *args, timeout=timeout)
         except Exception as error:
-            if _code(error) in _CHANGED:
+            if _code(error, handled) in _CHANGED:
                 raise ChangedError(str(error)) from error
             raise
 
@@ -139,10 +142,10 @@ class S3Objects(Objects):
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
 
-def _code(error: BaseException) -> str:
-    """The error code of S3's answer, which s3fs keeps as the cause of what it raises instead."""
+def _code(error: BaseException, before: BaseException | None) -> str:
+    """The error code of S3's answer, which s3fs keeps as the cause of what it raises instead; not that of `before`."""
     seen: BaseException | None = error
-    while seen is not None:
+    while seen is not None and seen is not before:
         response = getattr(seen, "response", None)
         if isinstance(response, dict):
             return str(response.get("Error", {}).get("Code", ""))
