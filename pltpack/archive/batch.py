@@ -82,11 +82,10 @@ def at_once(segment: Segment, units: Sequence[np.ndarray]) -> Iterator[None]:
     Nothing is done where they do not follow each other in the file, are many bytes, or come from afar.
     """
     container = segment.container
-    records = units[0] if len(units) == 1 else np.concatenate(units) if units else np.empty(0)
-    if _window.container is not None or not container.at_hand or not len(records):
+    if _window.container is not None or not container.at_hand or not any(map(len, units)):
         yield
         return
-    offsets, lengths = records["offset"].astype(np.int64), records["length"].astype(np.int64)
+    offsets, lengths = (np.concatenate([each[name] for each in units]).astype(np.int64) for name in ("offset", "length"))
     start, end = int(offsets[0]), int(offsets[-1] + lengths[-1])
     if end - start > WINDOW_BYTES or (offsets[1:] != offsets[:-1] + lengths[:-1]).any():
         yield
