@@ -85,7 +85,8 @@ def at_once(segment: Segment, units: Sequence[np.ndarray]) -> Iterator[None]:
     if _window.container is not None or not container.at_hand or not any(map(len, units)):
         yield
         return
-    offsets, lengths = (np.concatenate([each[name] for each in units]).astype(np.int64) for name in ("offset", "length"))
+    offsets = np.concatenate([each["offset"] for each in units]).astype(np.int64)
+    lengths = np.concatenate([each["length"] for each in units]).astype(np.int64)
     start, end = int(offsets[0]), int(offsets[-1] + lengths[-1])
     if end - start > WINDOW_BYTES or (offsets[1:] != offsets[:-1] + lengths[:-1]).any():
         yield
