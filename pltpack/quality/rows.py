@@ -71,8 +71,8 @@ class Blocks:
         for start, block, count, width in self.runs(first, first + x.shape[1]):
             at = slice(start - first, start - first + count * width)
             stacked = np.stack([np.asarray(m, np.float32) for m in matrices[block : block + count]])
-            for first in range(0, len(x), _TOKENS):
-                tokens = slice(first, first + _TOKENS)
+            for token in range(0, len(x), _TOKENS):
+                tokens = slice(token, token + _TOKENS)
                 part = x[tokens, at].reshape(-1, count, width).transpose(1, 0, 2)
                 out[tokens, at] = (part @ stacked).transpose(1, 0, 2).reshape(part.shape[1], -1)
         return out
