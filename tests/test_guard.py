@@ -18,6 +18,7 @@ from tiny_models import make_network, save_model
 
 import pltpack
 from pltpack.archive import profiles
+from pltpack.archive.alone import codec_of
 from pltpack.archive.figures import Figures
 from pltpack.archive.guard import LAST, USUAL_KL, Limits, ProfileGuard, ladder, promise
 from pltpack.archive.guard_record import HOLDS, KEY, Trial, record_of
@@ -190,6 +191,28 @@ def test_without_a_model_the_profile_decides(profile, ordinary, planted, tmp_pat
     with pltpack.open(tmp_path / "a") as archive:
         assert archive.stats()["kl"] == 0.0, "only what is exact is known"
         assert archive.stats()["scored_sessions"] == sum(r.kept == LAST for r in found.values())
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_the_profile_stays_for_sessions_to_come(profile, ordinary, planted, following, tiny, tmp_path, external):
+    """Also where no session needs it: all refused by their range, or all written and then stepped up."""
+    archive, where = tmp_path / "a", {"external_profile" if external else "profile": profile}
+    pltpack.compress([planted["loud"]], archive, quality="balanced", guard=ProfileGuard(), **where)
+    limits = Limits(kl=1e-30)
+    given = {"profile": profile} if external else {}
+    pltpack.append(archive, ordinary[:2], guard=ModelGuard(tiny, following, limits), **given)
+    assert {record.kept for record in records(archive).values()} == {LAST}
+    pltpack.compact(archive)
+    with pltpack.open(archive, profile=profile) as found:
+        (library,) = found.libraries
+        held = {library.profile_digest(index) for index in range(len(library.states))}
+        assert profiles.digest(profiles.load(profile)[0]) in held
+    pltpack.append(archive, ordinary[2:], **given)
+    assert pltpack.verify(archive, profile=profile if external else None)
+    with pltpack.open(archive, profile=profile) as found:
+        assert found.manifest.generation == 4
+        codecs = {name: codec_of(found.shard(name)).codec_id for name in found.sessions}
+    assert codecs == {"loud": LAST, "s0": LAST, "s1": LAST, "s2": "transform", "s3": "transform"}
 
 
 def test_append_guards_too_and_commits_once(folder, profile, ordinary, planted, following, tmp_path):

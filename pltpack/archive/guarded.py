@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pltpack.archive import profiles
 from pltpack.archive.encoding import Progress
 from pltpack.archive.files import header_reserve, session_entry
 from pltpack.archive.guard import LAST, USUAL_KL, Guard, Screened, ladder, promise
@@ -218,7 +219,20 @@ class GuardedWriter:
             "decisions": [{"session": name, "asked": record.asked, "kept": record.kept,
                            "reason": record.tried[0].reason} for name, record in up.items()],
         }  # fmt: skip
-        return self._pruned(manifest, {entry.head_sha256 for entry in old.libraries} if old else set())
+        committed = {entry.head_sha256 for entry in old.libraries} if old else set()
+        return self._with_profile(self._pruned(manifest, committed))
+
+    def _with_profile(self, manifest: Manifest) -> Manifest:
+        """The manifest with the profile that was asked with, even if every session took a tier that needs none."""
+        if not self._settings.codec().calibrated:
+            return manifest
+        with self._opened(manifest) as archive:
+            known = {lib.profile_digest(index) for lib in archive.libraries for index in range(len(lib.states))}
+            given = self._settings.profile
+            if known - {None} if given is None else profiles.digest(given) in known:
+                return manifest
+            held = self._writer(archive, self._asked).write_state(archive.identity)
+        return dataclasses.replace(held, generation=manifest.generation)
 
     def _record(self, snapshot: Snapshot, screened: Screened) -> GuardRecord:
         tried = tuple(self._tried[snapshot.session])

@@ -42,7 +42,8 @@ def compact(
     tell = progress or quiet
     with open_for_writing(store) as (current, writing):
         leaving = None if library_budget is None else evictions(current, library_budget)
-        merger = Merger(current, current.sessions, evicted=leaving.nodes if leaving is not None else frozenset())
+        merger = Merger(current, current.sessions, spare=True,
+                        evicted=leaving.nodes if leaving is not None else frozenset())  # fmt: skip
         total, done = merger.payload_bytes, 0
 
         def advance(size: int) -> None:

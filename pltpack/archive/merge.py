@@ -40,11 +40,14 @@ class Merger:
     evicted : set of (int, int)
         Segment number and node: what is left out of the library, its units going to the shards that map to it
         (`pltpack.archive.budget.evictions` says what can be).
+    spare : bool
+        Take in the archive's newest profile even if none of the sessions uses one: those to come may.
     """
 
     def __init__(
-        self, archive: Archive, sessions: Sequence[str], embed: bool = False, evicted: Set[NodeKey] = frozenset()
-    ) -> None:
+        self, archive: Archive, sessions: Sequence[str], embed: bool = False, evicted: Set[NodeKey] = frozenset(),
+        spare: bool = False,
+    ) -> None:  # fmt: skip
         self._archive, self._embed, self._evicted = archive, embed, evicted
         self._shards = [archive.shard(name) for name in sessions]
         self._number = {id(library): index for index, library in enumerate(archive.libraries)}
@@ -58,6 +61,14 @@ class Merger:
                 self._state(shard.libraries[library], state)
             for run in shard.runs:
                 self._node(shard.libraries[run["library"]], int(run["node"]))
+        if spare and not any("profile" in entry for entry, _ in self._states):
+            self._spare()
+
+    def _spare(self) -> None:
+        held = [(library, state) for library in self._archive.libraries for state in range(len(library.states))
+                if library.profile_digest(state) is not None]  # fmt: skip
+        if held:
+            self._state(*held[-1])
 
     def _recode(self) -> None:
         """Make one state of the tokens that models' sessions have in libraries: no other session's may go with them."""

@@ -106,7 +106,9 @@ class Places:
         if held:
             library, state = held[-1]
             return library.state(state), True
-        raise UnsupportedError(f"tier {self._settings.quality!r} needs a profile (make one with pltpack calibrate)")
+        where = ", and the archive holds none" if self._libraries else ""
+        raise UnsupportedError(f"tier {self._settings.quality!r} needs a profile{where}: give one with --profile (make one "
+                               "with pltpack calibrate)")  # fmt: skip
 
 
 def _held(library: Library, state: int) -> CodecPlace:

@@ -114,6 +114,11 @@ class GenerationWriter:
             self._archive, self._libraries = base, list(base.libraries)
             return self._attempts(snapshots, identity)
 
+    def write_state(self, identity: Identity) -> Manifest:
+        """Write the tier's codec state, for sessions to come, unless the archive has it; returns as `write` does."""
+        self._settings = dataclasses.replace(self._settings, near=False)
+        return self._attempt([], identity)
+
     def _attempts(self, snapshots: Sequence[Snapshot], identity: Identity) -> Manifest:
         for tries in range(_TRIES):
             # Predictions make sessions smaller than steps were chosen for: then these are to be finer.
