@@ -134,6 +134,8 @@ _arrays("template-rows", lambda arrays: arrays.update({"sink.bits": arrays["sink
 _arrays("about-version", _about(version=2))
 _arrays("about-group", _about(layer_group=0))
 _arrays("about-floor", _about(floor=1e3))
+_arrays("about-length", _about(kl_length=[0.7, 256, 192]))
+_arrays("about-length-nan", _about(kl_length=[float("nan"), 1, 2]))
 _arrays("about-text", lambda arrays: arrays.update(about=arrays["about"][:-1]))
 
 # --- payloads -----------------------------------------------------------------------------------------------------

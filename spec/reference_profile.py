@@ -128,6 +128,11 @@ class Profile:
         need(type(floor) is int and abs(floor) <= 64 * OCTAVE, "floor is out of range")
         good = isinstance(kl, list) and len(kl) == 2 and all(isinstance(n, int | float) and abs(n) < 1e6 for n in kl)
         good = good and isinstance(ends, list) and all(type(n) is int and 0 <= n < 1 << 31 for n in ends)
+        length = about.get("kl_length")
+        if length is not None:
+            good = good and isinstance(length, list) and len(length) == 3
+            good = good and all(type(n) in (int, float) for n in length)
+            good = good and 0 <= length[0] <= 8 and 1 <= length[1] <= length[2] < 1 << 31
         need(good, "about is malformed")
         return dict(about)
 

@@ -72,9 +72,12 @@ def test_a_profile_is_whole_and_names_its_model(made: tuple[Path, dict]) -> None
     assert not path.with_name(path.name + ".partial").exists()
     assert (arrays["tables"][:, [0, 1, 2, 63]] > 0).all(), "every value can be coded, if need be by the escape"
     # Real errors were measured, at falling quality.
-    measured = [row["kl"] for row in about(arrays)["source"]["kl"]]
-    assert 0 < measured[0] < measured[-1]
+    measured = about(arrays)["source"]["kl"]
+    assert [row["tokens"] for row in measured] == [48, 48, 12], "whole windows' caches and short ones"
+    assert 0 < measured[0]["kl"] < measured[1]["kl"]
     assert about(arrays)["kl"] == report["kl"]
+    assert about(arrays)["kl_length"] == report["kl_length"] == list(Profile(arrays, identity.layers).length)
+    assert report["kl_length"][1:] == [12, 48] and 0 <= report["kl_length"][0] <= kl_fit.MOST_POWER
     seconds = report["seconds"]
     assert 0 < seconds["model"] < seconds["all"] and seconds["rest"] == seconds["all"] - seconds["model"]
 
@@ -384,6 +387,11 @@ def test_the_line_of_kl_is_found(a: float, c: float) -> None:
     assert kl_fit.fit_line(x, a + c * x) == pytest.approx([a, c], abs=1e-4)
 
 
+@pytest.mark.parametrize(("octaves", "power"), [(1.0, 0.5), (0.0, 0.0), (-3.0, 0.0), (9.0, kl_fit.MOST_POWER)])
+def test_the_dependence_on_length_is_found(octaves: float, power: float) -> None:
+    assert kl_fit.fit_power(octaves, 12, 48) == power
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**100, min_value=-(2.0**100)),
                 min_size=1))  # fmt: skip
 @settings(max_examples=50)
@@ -418,8 +426,8 @@ def test_the_real_model(model_dir: Path, tmp_path: Path) -> None:
     assert report["share"] < 0.06
     arrays, _ = profiles.load(tmp_path / "p")
     measured = [row["kl"] for row in about(arrays)["source"]["kl"]]
-    assert measured == sorted(measured)
-    assert 0 < measured[0] < 0.2
+    assert 0 < measured[0] < measured[1] < 0.2
+    assert report["kl_length"][1:] == [96, 384]
     assert 2 in about(arrays)["turn_ends"]
     assert report["importance"]["r2"] > 0.3
     a_third_of_the_bits_at_less_kl(model_dir, tmp_path)

@@ -36,7 +36,7 @@ from pltpack.codec import coefficients, importance, prediction, rate, scaling
 from pltpack.codec.base import KeyValue
 from pltpack.codec.blas import single_threaded
 from pltpack.codec.coefficients import OCTAVE
-from pltpack.codec.profile import NAMES, Profile, pack_about
+from pltpack.codec.profile import NAMES, Length, Profile, pack_about
 from pltpack.codec.rows import to_rows
 from pltpack.codec.transform import TransformCodec
 from pltpack.snapshot import DTYPES, Identity, LayerGeometry, Snapshot
@@ -491,6 +491,35 @@ class TestTargets:
         probe = rate.Probe(codec, snapshot, codec._classes)
         assert probe.kl(codec._log_step) <= target
         assert target < probe.kl(codec._log_step + 1) or codec._log_step == rate.base_step(6 * OCTAVE)
+
+    def test_more_is_predicted_of_shorter_sessions(self) -> None:
+        def predicted(tokens: int, **about: object) -> float:
+            described = {**json.loads(PROFILE["about"].tobytes()), **about}
+            codec = started({**PROFILE, "about": pack_about(described)})
+            snapshot = session("s", np.arange(tokens))
+            return rate.Probe(codec, snapshot, rate.token_classes(codec.profile, snapshot, ())).kl(0)
+
+        for tokens, times in ((20, 3.0), (30, 3.0), (45, 2.0), (90, 1.0), (120, 1.0)):
+            assert predicted(tokens, kl_length=[1, 30, 90]) == pytest.approx(times * predicted(tokens), rel=1e-9)
+            assert predicted(tokens, kl_length=[0, 30, 90]) == predicted(tokens)
+
+    def test_profiles_of_former_versions_have_the_usual_dependence_on_length(self) -> None:
+        def length(**about: object) -> Length:
+            described = {**json.loads(PROFILE["about"].tobytes()), **about}
+            return Profile({**PROFILE, "about": pack_about(described)}, LAYERS).length
+
+        assert length().octaves(1) == 0, "nothing says how long what was measured was"
+        former = length(source={"kind": "model", "window": 1024})
+        assert former.most == 768
+        assert 0 == former.octaves(5000) == former.octaves(768) < former.octaves(400) < former.octaves(200)
+        assert length(source={"kind": "model", "window": 16}).octaves(12) == 0
+        assert length(kl_length=[0.5, 64, 256], source={"window": 1024}).octaves(64) == 1
+
+    @given(tokens=st.integers(0, 1 << 31), power=st.floats(0, 8), ends=st.tuples(st.integers(1, 1 << 30),
+                                                                                 st.integers(0, 1 << 30)))  # fmt: skip
+    def test_predictions_by_length_are_bounded(self, tokens: int, power: float, ends: tuple[int, int]) -> None:
+        found = Length(power, ends[0], sum(ends))
+        assert 0 <= found.octaves(tokens + 1) <= found.octaves(tokens) <= found.octaves(0) <= 8 * 31
 
     def test_a_divergence_out_of_reach_is_an_error(self) -> None:
         with pytest.raises(ValueError, match=r"finest step .* not 1e-06$"):

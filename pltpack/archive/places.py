@@ -107,8 +107,8 @@ class Places:
             library, state = held[-1]
             return library.state(state), True
         where = ", and the archive holds none" if self._libraries else ""
-        raise UnsupportedError(f"tier {self._settings.quality!r} needs a profile{where}: give one with --profile (make one "
-                               "with pltpack calibrate)")  # fmt: skip
+        raise UnsupportedError(f"tier {self._settings.quality!r} needs a profile{where}: give one with --profile "
+                               "(pltpack calibrate makes one)")  # fmt: skip
 
 
 def _held(library: Library, state: int) -> CodecPlace:

@@ -12,8 +12,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,12 @@ VERSION = 1
 MAX_LOG = 64 * OCTAVE
 #: Statistics of a token that its importance is predicted from, besides two norms a head.
 RECENCY = 5
+#: Largest exponent of a prediction by length.
+MAX_LENGTH_POWER = 8
+#: Exponent and least tokens of a prediction by length where a profile was made with a model and holds none.
+_USUAL_POWER, _USUAL_LEAST = 0.7, 128
+#: Share of a calibration window that is cached, by which such profiles measured.
+_USUAL_CACHED = 0.75
 
 
 def blocks_of(layer: LayerGeometry) -> list[int]:
@@ -36,6 +43,26 @@ def blocks_of(layer: LayerGeometry) -> list[int]:
 def rows_of(layer: LayerGeometry) -> int:
     """Rows of a layer."""
     return layer.elements_per_token
+
+
+class Length(NamedTuple):
+    """How much more KL divergence sessions have that are shorter than those it was measured with.
+
+    Attributes
+    ----------
+    power : float
+        Octaves more for every octave of length less.
+    least, most : float
+        Tokens beyond which length does not matter.
+    """
+
+    power: float
+    least: float
+    most: float
+
+    def octaves(self, tokens: int) -> float:
+        """What is added to the logarithm of a prediction."""
+        return self.power * math.log2(self.most / min(max(tokens, self.least), self.most))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +101,7 @@ class Profile:
     arrays : dict of str to ndarray
     groups : list of Group
     about : dict
-        The JSON object of the profile: ``layer_group``, ``kl``, ``turn_ends``, ``source``.
+        The JSON object of the profile: ``layer_group``, ``kl``, ``kl_length``, ``turn_ends``, ``source``.
     mean : ndarray
         float32 ``[rows]``.
     shared_log, local_log : ndarray
@@ -143,6 +170,18 @@ class Profile:
     def coder(self) -> Tables:
         """The coefficient coder's tables."""
         return Tables.of(self.tables, int(self.about["floor"]))
+
+    @property
+    def length(self) -> Length:
+        """How predictions depend on a session's length; profiles of former versions have the usual dependence."""
+        found, source = self.about.get("kl_length"), self.about.get("source")
+        if found is not None:
+            return Length(*found)
+        window = source.get("window") if isinstance(source, dict) else None
+        if type(window) is not int or not 1 <= window < 1 << 31:
+            return Length(0.0, 1.0, 1.0)
+        most = max(_USUAL_CACHED * window, 1.0)
+        return Length(_USUAL_POWER, min(_USUAL_LEAST, most), most)
 
     def check_inverse(self) -> None:
         """Raise `ValueError` if the sensitivity of a head cannot be inverted."""
@@ -246,14 +285,21 @@ def _about(arrays: State) -> dict[str, Any]:
         raise ValueError("a profile's description is not JSON") from None
     if not isinstance(about, dict) or about.get("version") != VERSION:
         raise ValueError(f"a profile of version {about.get('version') if isinstance(about, dict) else None!r}")
-    size, kl, ends = about.get("layer_group"), about.get("kl"), about.get("turn_ends")
+    size, kl, ends, length = (about.get(name) for name in ("layer_group", "kl", "turn_ends", "kl_length"))
     if type(size) is not int or not 1 <= size <= 1 << 14:
         raise ValueError("a profile's layer group is out of range")
     if not (isinstance(kl, list) and len(kl) == 2 and all(isinstance(n, int | float) and abs(n) < 1e6 for n in kl)):
         raise ValueError("a profile's KL prediction is malformed")
+    if length is not None and not _is_length(length):
+        raise ValueError("a profile's KL prediction by length is malformed")
     if not (isinstance(ends, list) and all(type(n) is int and 0 <= n < 1 << 31 for n in ends)):
         raise ValueError("a profile's turn ends are malformed")
     return about
+
+
+def _is_length(found: Any) -> bool:
+    good = isinstance(found, list) and len(found) == 3 and all(type(n) in (int, float) for n in found)
+    return bool(good and 0 <= found[0] <= MAX_LENGTH_POWER and 1 <= found[1] <= found[2] < 1 << 31)
 
 
 def _take(arrays: State, name: str, kind: str, shape: tuple[int | None, ...]) -> np.ndarray:

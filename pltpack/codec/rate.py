@@ -202,7 +202,7 @@ class Probe:
         runs = _sample(len(snapshot), most)
         layers, identity = codec.profile.layers, snapshot.identity
         self._classes = np.concatenate([classes[start:stop] for start, stop in runs]).astype(np.int64)
-        self.tokens = len(self._classes)
+        self.tokens, self._length = len(self._classes), len(classes)
         self.lost = 0.0
         self.shifts: dict[int, np.ndarray] = {}
         self._logs: dict[int, np.ndarray] = {}
@@ -244,12 +244,16 @@ class Probe:
                 self.shifts[bases.group.start] = shifts
                 self._logs[bases.group.start] = scaling.shifted(bases.logs, shifts)
 
+    def distortion(self, log_step: int) -> float:
+        """Mean squared error of whitened rows over tokens, weighted by importance."""
+        errors, _, _ = self._measure(log_step)
+        return float((_weights(self._classes) * errors).mean()) / self._budget if len(errors) else 0.0
+
     def kl(self, log_step: int) -> float:
         """Predicted KL divergence in nats."""
-        errors, _, _ = self._measure(log_step)
-        mean = float((_weights(self._classes) * errors).mean()) / self._budget if len(errors) else 0.0
         a, c = self._profile.about["kl"]
-        return float(np.exp2(min(a + c * np.log2(max(mean, 1e-30)), 100.0)))
+        found = a + c * np.log2(max(self.distortion(log_step), 1e-30)) + self._profile.length.octaves(self._length)
+        return float(np.exp2(min(found, 100.0)))
 
     def bits(self, log_step: int) -> tuple[float, float]:
         """Predicted bits of a token's coefficients in all layer groups, and what a unit of each takes besides."""

@@ -40,8 +40,10 @@ TOKENS, WINDOW = 40960, 1024
 CACHED = 0.75
 #: Shortest window, and shortest session of dumps that is used.
 LEAST_WINDOW = 16
-#: Tokens that are read after a window's cache where KL divergence is measured.
+#: Tokens that are read after a cache where KL divergence is measured, at most: a guard reads as many (docs/guard.md).
 READ = 128
+#: How many times shorter than windows' caches others are by which it is measured, and their least tokens and reading.
+SHORTER, LEAST_SHORT, LEAST_READ = 4, 12, 8
 #: Most shared components of a group without a rank given, and the share of the model's BF16 bytes for the profile.
 MAX_RANK, PROFILE_SHARE = 1500, 0.06
 # Bytes of a quantized entry of a basis, compressed: on the safe side of what is measured.
@@ -102,8 +104,8 @@ def calibrate(
     -------
     dict
         ``output``, ``digest``, ``bytes`` (compressed, as an archive holds it), ``share`` (of the model's BF16 bytes),
-        ``tokens``, ``rank``, ``layer_group``, ``importance`` (R² and gain), ``kl``, ``seconds`` (``model``: its
-        passes over the windows, ``rest``, and ``all``).
+        ``tokens``, ``rank``, ``layer_group``, ``importance`` (R² and gain), ``kl``, ``kl_length``, ``seconds``
+        (``model``: its passes over the windows, ``rest``, and ``all``).
 
     Raises
     ------
@@ -159,17 +161,19 @@ def calibrate(
     source = {"kind": "model", "tokens": int(ids.size), "window": window, "files": len(files), "seed": seed}
     ends = turn_ends(tokenizer, loaded.config, getattr(loaded.network, "generation_config", None))
     arrays = _arrays(fitted, sinks, UNKNOWN, ends, source)
-    chosen = np.unique(np.linspace(0, len(ids) - 1, kl_fit.WINDOWS).round().astype(int))
-    probes = [(_snapshot(windows, i, ids[i][:cut], identity), ids[i][cut : cut + READ]) for i in chosen]
-    kl, measured = kl_fit.measure(loaded, arrays, identity, probes, stage)
-    arrays["about"] = _about(fitted, kl, ends, {**source, "kl": measured})
+    probes = _probes(windows, ids, cut, kl_fit.WINDOWS, identity)
+    few = cut // SHORTER
+    short = _probes(windows, ids, few, kl_fit.SHORT_WINDOWS, identity) if few >= LEAST_SHORT else []
+    found_kl = kl_fit.measure(loaded, arrays, identity, probes, short, stage)
+    kl, length = found_kl.kl, found_kl.length
+    arrays["about"] = _about(fitted, kl, ends, {**source, "kl": found_kl.measured}, length)
     report = _write(output, arrays, identity, windows)
     learned = fitted.importance
     assert learned is not None
     return {
         **report, "share": report["bytes"] / weights, "tokens": int(ids.size), "rank": rank, "layer_group": size,
         "importance": {"r2": learned.explained, "gain_bits": learned.gain, "possible_bits": learned.possible},
-        "kl": kl, "seconds": _seconds(started, passes),
+        "kl": kl, "kl_length": length, "seconds": _seconds(started, passes),
     }  # fmt: skip
 
 
@@ -236,7 +240,7 @@ def _from_dumps(
     arrays = _arrays(fitted, _sinks(windows, []), UNKNOWN, [], {"kind": "dumps", "tokens": count, "kl": NOT_MEASURED})
     report = _write(output, arrays, identity, windows)
     return {**report, "tokens": count, "rank": rank, "layer_group": size, "importance": None, "kl": None,
-            "seconds": _seconds(started)}  # fmt: skip
+            "kl_length": None, "seconds": _seconds(started)}  # fmt: skip
 
 
 def default_rank(blocks: Blocks, layer_group: int, budget: float | None) -> int:
@@ -249,6 +253,15 @@ def default_rank(blocks: Blocks, layer_group: int, budget: float | None) -> int:
     own = sum((b - a) ** 2 for a, b in zip(blocks.layer_rows[:-1], blocks.layer_rows[1:], strict=True))
     fixed = _ENTRY_BYTES * own + 2 * sum(width**2 for width in blocks.widths) + 20 * blocks.rows
     return int(np.clip((budget - fixed) / (_ENTRY_BYTES * sum(rows)), 1, most))
+
+
+def _probes(
+    windows: Windows, ids: np.ndarray, cut: int, count: int, identity: Identity
+) -> list[tuple[Snapshot, np.ndarray]]:
+    """The caches of the first tokens of some windows, and what is read after them."""
+    chosen = np.unique(np.linspace(0, len(ids) - 1, count).round().astype(int))
+    stop = cut + min(READ, max(cut // 4, LEAST_READ))
+    return [(_snapshot(windows, index, ids[index][:cut], identity), ids[index][cut:stop]) for index in chosen]
 
 
 def _snapshot(windows: Windows, index: int, tokens: np.ndarray, identity: Identity) -> Snapshot:
@@ -304,9 +317,12 @@ def _arrays(
     return {**fitted.arrays, **sinks, "about": _about(fitted, kl, ends, source)}
 
 
-def _about(fitted: Fitted, kl: list[float], ends: list[int], source: dict[str, Any]) -> np.ndarray:
+def _about(
+    fitted: Fitted, kl: list[float], ends: list[int], source: dict[str, Any], length: list[float] | None = None
+) -> np.ndarray:
+    more = {} if length is None else {"kl_length": length}
     return pack_about({"version": VERSION, "layer_group": fitted.layer_group, "floor": fitted.floor, "kl": kl,
-                       "turn_ends": ends, "source": source})  # fmt: skip
+                       "turn_ends": ends, "source": source, **more})  # fmt: skip
 
 
 def _write(output: Path, arrays: dict[str, np.ndarray], identity: Identity, windows: Windows) -> dict[str, Any]:

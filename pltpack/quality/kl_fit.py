@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,10 +20,31 @@ UNKNOWN = [0.0, 1.0]
 #: Octaves added to what is measured, so that a tier's promise holds for nearly every session, not on average: these
 #: windows took part in calibration, and what a text asks of its past is not in the norms (docs/transform.md).
 MARGIN = 0.55
-#: Base steps that are coded, in whitened units: about those of the tiers.
-STEPS = (0.5, 0.9, 1.5)
-#: Windows that are coded.
-WINDOWS = 4
+#: Base steps that are coded, in whitened units: about those of the tiers; and that of short sessions.
+STEPS, SHORT_STEP = (0.5, 1.5), 0.9
+#: Windows that are coded whole, and windows of which a beginning is.
+WINDOWS, SHORT_WINDOWS = 4, 12
+#: Octaves of KL an octave of length, at most.
+MOST_POWER = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What was measured.
+
+    Attributes
+    ----------
+    kl : list of float
+        ``[a, c]``, `MARGIN` included.
+    length : list of float or None
+        Power, least and most tokens: see `pltpack.codec.profile.Length`; None if there were no short probes.
+    measured : list of dict
+        ``tokens``, ``step``, ``distortion`` and ``kl`` (nats per token), means of probes of one length at one step.
+    """
+
+    kl: list[float]
+    length: list[float] | None
+    measured: list[dict[str, float]]
 
 
 def measure(
@@ -30,9 +52,10 @@ def measure(
     arrays: State,
     identity: Identity,
     probes: Sequence[tuple[Snapshot, np.ndarray]],
+    short: Sequence[tuple[Snapshot, np.ndarray]],
     stage: Callable[[str, int, int], None],
-) -> tuple[list[float], list[dict[str, float]]]:
-    """Measure a and c of ``log2 KL = a + c log2 D``.
+) -> Fit:
+    """Measure a and c of ``log2 KL = a + c log2 D``, and how much more it is in shorter sessions.
 
     Parameters
     ----------
@@ -41,34 +64,49 @@ def measure(
         A profile whose prediction is `UNKNOWN`.
     identity : Identity
         Of BF16 caches.
-    probes : sequence of (Snapshot, ndarray)
-        BF16 caches, and the tokens that are read after them.
+    probes, short : sequence of (Snapshot, ndarray)
+        BF16 caches, and the tokens that are read after them; `short` ones have about a quarter of the tokens. All of
+        either are of one length.
     stage : callable
         ``stage(name, done, total)``.
-
-    Returns
-    -------
-    (list of float, list of dict)
-        ``[a, c]``, and ``step``, ``distortion`` and ``kl`` (nats per token) of what was measured.
     """
     codec = TransformCodec()
     codec.start(arrays, identity)
-    distortion, kl = np.zeros((len(STEPS), len(probes))), np.zeros((len(STEPS), len(probes)))
-    for number, (snapshot, text) in enumerate(probes):
-        before = log_probabilities(model.network, snapshot, text)
-        prepared = codec.prepare(snapshot)
-        probe = rate.Probe(codec, snapshot, rate.token_classes(codec.profile, snapshot, ()))
-        for index, step in enumerate(STEPS):
-            stage("kl", number * len(STEPS) + index, len(probes) * len(STEPS))
-            # Without a fit, what the profile predicts is the distortion itself.
-            distortion[index, number] = probe.kl(rate.base_step(rate.log_of(step)))
-            after = log_probabilities(model.network, rebuild(_at_step(prepared, step), snapshot), text)
-            kl[index, number] = compare(before, after, text)["kl"]
-    d, k = np.maximum(distortion.mean(axis=1), 1e-30), np.maximum(kl.mean(axis=1), 1e-12)
-    measured = [dict(zip(("step", "distortion", "kl"), row, strict=True)) for row in zip(STEPS, d.tolist(), k.tolist(),
-                                                                                         strict=True)]  # fmt: skip
-    a, c = fit_line(np.log2(d), np.log2(k))
-    return [round(a + MARGIN, 6), c], measured
+    jobs = [(probe, STEPS) for probe in probes] + [(probe, (SHORT_STEP,)) for probe in short]
+    found: dict[tuple[int, float], list[tuple[float, float]]] = {}
+    for number, ((snapshot, text), steps) in enumerate(jobs):
+        stage("kl", number, len(jobs))
+        for step, point in zip(steps, _points(model, codec, snapshot, text, steps), strict=True):
+            found.setdefault((len(snapshot), step), []).append(point)
+    means = {key: np.mean(points, axis=0).tolist() for key, points in found.items()}
+    names = ("tokens", "step", "distortion", "kl")
+    measured = [dict(zip(names, (*key, *values), strict=True)) for key, values in means.items()]
+    logs = np.log2(np.maximum([[row["distortion"], row["kl"]] for row in measured], 1e-30))
+    count = len(STEPS)
+    a, c = fit_line(*logs[:count].T)
+    length = None
+    if short:
+        least, most = len(short[0][0]), len(probes[0][0])
+        length = [fit_power(float(logs[-1, 1] - a - c * logs[-1, 0]), least, most), least, most]
+    return Fit([round(a + MARGIN, 6), c], length, measured)
+
+
+def _points(
+    model: Model, codec: TransformCodec, snapshot: Snapshot, text: np.ndarray, steps: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Distortion and KL divergence of a cache at each step."""
+    before = log_probabilities(model.network, snapshot, text)
+    prepared, out = codec.prepare(snapshot), []
+    probe = rate.Probe(codec, snapshot, rate.token_classes(codec.profile, snapshot, ()))
+    for step in steps:
+        after = log_probabilities(model.network, rebuild(_at_step(prepared, step), snapshot), text)
+        out.append((probe.distortion(rate.base_step(rate.log_of(step))), compare(before, after, text)["kl"]))
+    return out
+
+
+def fit_power(octaves: float, least: int, most: int) -> float:
+    """Octaves of KL an octave of length, where sessions of `least` tokens have so many more than those of `most`."""
+    return round(float(np.clip(octaves / np.log2(most / least), 0, MOST_POWER)), 6)
 
 
 def fit_line(x: np.ndarray, y: np.ndarray) -> list[float]:
