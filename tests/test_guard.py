@@ -20,7 +20,7 @@ import pltpack
 from pltpack.archive import profiles
 from pltpack.archive.alone import codec_of
 from pltpack.archive.figures import Figures
-from pltpack.archive.guard import LAST, USUAL_KL, Limits, ProfileGuard, ladder, promise
+from pltpack.archive.guard import LAST, USUAL_KL, Limits, ProfileGuard, Screened, ladder, promise
 from pltpack.archive.guard_record import HOLDS, KEY, Trial, record_of
 from pltpack.archive.ranges import Range, Ranges
 from pltpack.codec import registry
@@ -345,6 +345,21 @@ def test_limits_and_usage(profile, ordinary, tmp_path):
     for options in (["--guard-kl", "0.1"], ["--guard-refuse"], ["--guard", "--continuations", "x"]):
         result = run("compress", tmp_path, "-o", tmp_path / "a", *options)
         assert result.exit_code == 2 and "need --" in result.stderr
+
+
+def test_more_is_usual_where_a_turn_is_answered_next(tiny, profile, ordinary):
+    guard = ProfileGuard()
+    for energy, text, turn in ((1.1, False, False), (1.45, True, False), (1.7, True, True), (0.5, True, True)):
+        assert guard.is_strange(Screened(Range(energy, 9.0, 0.0))) == text
+        assert guard.is_strange(Screened(Range(energy, 9.0, 0.0), answered=True)) == turn
+    most = ProfileGuard(Limits(strange=1.5, outside=1.6))
+    assert not most.is_strange(Screened(Range(1.59, 9.0, 0.0), answered=True))
+    assert most.is_strange(Screened(Range(1.61, 9.0, 0.0), answered=True)), "nothing beyond the outer limit is usual"
+    ids = ordinary[0].tokens.copy()
+    ids[[20, TOKENS - 3]] = json.loads(profiles.load(profile)[0]["about"].tobytes())["turn_ends"][0]
+    guard.begin(*profiles.load(profile))
+    assert guard.screen(captured(tiny, "chat", ids)).answered
+    assert not guard.screen(ordinary[0]).answered
 
 
 def test_ranges_of_ordinary_sessions(profile, ordinary, planted):

@@ -503,6 +503,24 @@ class TestTargets:
             assert predicted(tokens, kl_length=[1, 30, 90]) == pytest.approx(times * predicted(tokens), rel=1e-9)
             assert predicted(tokens, kl_length=[0, 30, 90]) == predicted(tokens)
 
+    def test_sessions_that_end_with_a_turn_count_twice(self) -> None:
+        def octaves(ids: np.ndarray) -> float:
+            described = {**json.loads(PROFILE["about"].tobytes()), "kl_length": [2, 1, 160]}
+            codecs = [started(PROFILE), started({**PROFILE, "about": pack_about(described)})]
+            snapshot = session("s", ids)
+            classes = rate.token_classes(codecs[0].profile, snapshot, ())
+            plain, longer = (rate.Probe(codec, snapshot, classes).kl(0) for codec in codecs)
+            return float(np.log2(longer / plain))
+
+        text = np.full(40, 100)
+        assert octaves(text) == pytest.approx(4)
+        text[[20, 36]] = TURN_END
+        assert octaves(text) == pytest.approx(2), "three tokens of a header follow"
+        assert octaves(text[:37]) == pytest.approx(2 * np.log2(80 / 37))
+        assert octaves(text[:36]) == pytest.approx(2 * np.log2(160 / 36)), "in the midst of the turn"
+        assert octaves(np.append(text, np.full(40, 100))) == pytest.approx(2), "in the answer"
+        assert octaves(np.append(text, np.full(200, 100))) == 0
+
     def test_profiles_of_former_versions_have_the_usual_dependence_on_length(self) -> None:
         def length(**about: object) -> Length:
             described = {**json.loads(PROFILE["about"].tobytes()), **about}

@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from pltpack.archive.guard_record import HOLDS, Trial
-from pltpack.archive.ranges import OUTSIDE, STRANGE, Range, Ranges
+from pltpack.archive.ranges import ANSWERED, OUTSIDE, STRANGE, Range, Ranges
 from pltpack.codec import registry
 from pltpack.codec.base import State
 from pltpack.errors import UnsupportedError
@@ -86,10 +86,13 @@ class Screened:
         None without a profile.
     refused : str or None
         Why no lossy tier may have it; see `pltpack.archive.guard_record.Trial.reason`.
+    answered : bool
+        Whether it ends with a turn that is answered next.
     """
 
     range: Range | None = None
     refused: str | None = None
+    answered: bool = False
 
 
 class Guard(Protocol):
@@ -169,7 +172,8 @@ class ProfileGuard:
         if self._ranges is None:
             return Screened()
         found = self._ranges.of(snapshot)
-        return Screened(found, "range" if found.outside(self.limits.outside) else None)
+        refused = "range" if found.outside(self.limits.outside) else None
+        return Screened(found, refused, self._ranges.answered_next(snapshot))
 
     def judge(
         self, snapshot: Snapshot, screened: Screened, archive: Archive, tier: str, kl: float, first: bool
@@ -184,8 +188,9 @@ class ProfileGuard:
         return Trial(tier, reason, predicted_kl=predicted)
 
     def is_strange(self, screened: Screened) -> bool:
-        """Whether a session is of another kind than calibration text."""
-        return screened.range is not None and screened.range.strange(self.limits.strange)
+        """Whether a session is of another kind than calibration text, more than chats may be."""
+        most = min(self.limits.strange * (ANSWERED if screened.answered else 1), self.limits.outside)
+        return screened.range is not None and screened.range.strange(most)
 
     def _predicted(self, snapshot: Snapshot, tier: str) -> float | None:
         target = promise(tier)

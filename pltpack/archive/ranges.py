@@ -22,9 +22,12 @@ from pltpack.errors import PromiseError, UnsupportedError
 from pltpack.snapshot import Identity, Snapshot
 
 #: Energy beyond which a session is of another kind than calibration text, and beyond which the profile does not hold.
-#: Prose reads up to 1.11. From 1.39 on nine of twenty sessions broke what their tier promises, and energy does not tell
-#: which (docs/guard.md), so the limit lies below all of them.
+#: Prose reads up to 1.17. From 1.38 on most texts that were cut in mid-text broke what their tier promises, and energy
+#: does not tell which (docs/guard.md), so the limit lies below all of them.
 STRANGE, OUTSIDE = 1.3, 3.0
+#: How many times the first of them may be read where a session ends with a turn that is answered next: what is asked is
+#: coded finer there, and chats that read up to 1.54 hold.
+ANSWERED = 1.25
 #: Most times its scale that a single coefficient may be: ordinary sessions reach 17.
 PEAK = 60.0
 #: Tokens that a prediction over a whole session looks at.
@@ -90,6 +93,10 @@ class Ranges:
     def predicts_kl(self) -> bool:
         """Whether the profile predicts a KL divergence."""
         return rate.predicts_kl(self._codec.profile)
+
+    def answered_next(self, snapshot: Snapshot) -> bool:
+        """Whether a session ends with a turn that is answered next."""
+        return rate.answered_next(self._codec.profile, snapshot)
 
     @single_threaded
     @np.errstate(over="ignore", invalid="ignore")  # Values out of all bounds are what is looked for.

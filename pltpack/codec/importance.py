@@ -164,10 +164,23 @@ def _answered(tokens: int, cuts: Iterable[int], turns: np.ndarray) -> np.ndarray
     """Which tokens are of a turn that ends at a cut, or a header before it; bool ``[T]``."""
     found = np.zeros(tokens, bool)
     for cut in cuts:
-        index = int(np.searchsorted(turns, cut, side="right")) - 1
-        if index >= 1 and cut - turns[index] <= _TURN_HEADER:
-            found[turns[index - 1] : max(turns[index - 1], cut - _TURN_TAIL + 1)] = True
+        start = answered(cut, turns)
+        if start is not None:
+            found[start : max(start, cut - _TURN_TAIL + 1)] = True
     return found
+
+
+def answered(cut: int, turns: np.ndarray) -> int | None:
+    """Where the turn begins that ends at a cut, but for a header; None if the cut is in mid-text.
+
+    Parameters
+    ----------
+    cut : int
+    turns : ndarray
+        Ends of turns, ascending, int ``[N]``. The first one ends what is no turn to be answered.
+    """
+    index = int(np.searchsorted(turns, cut, side="right")) - 1
+    return int(turns[index - 1]) if index >= 1 and cut - turns[index] <= _TURN_HEADER else None
 
 
 def classes(log2_importance: Any) -> np.ndarray:

@@ -30,7 +30,7 @@ RECENCY = 5
 #: Largest exponent of a prediction by length.
 MAX_LENGTH_POWER = 8
 #: Exponent and least tokens of a prediction by length where a profile was made with a model and holds none.
-_USUAL_POWER, _USUAL_LEAST = 0.7, 128
+_USUAL_POWER, _USUAL_LEAST = 0.7, 64
 #: Share of a calibration window that is cached, by which such profiles measured.
 _USUAL_CACHED = 0.75
 

@@ -2,7 +2,8 @@
 
 Predicted KL is the profile's: ``log2 KL = a + c log2 D`` with D the mean squared error of whitened rows over tokens,
 weighted by importance; a and c were measured at calibration. Attention is a budget: what all tokens of a session are
-felt adds up to about the same in short and long ones, so it is their shares in it that predict, not the sum.
+felt adds up to about the same in short and long ones, so it is their shares in it that predict, not the sum. Sessions
+that are shorter than what was measured have more, by a power of their length (`Profile.length`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ _RUN_TOKENS = 32
 #: What a profile that was made without a model says of its source's KL divergence.
 NOT_MEASURED = "not measured"
 _PIECE = 2048
+#: How many times as long sessions count that end with a turn that is answered next: the importance of what is asked
+#: there is raised, which makes up for a part of what shortness costs (docs/transform.md).
+_ANSWERED = 2
 #: Steps that are tried, in 1/24 octave, around 1.
 _REACH = 6 * OCTAVE
 
@@ -84,9 +88,24 @@ def token_classes(profile: Profile, snapshot: Snapshot, cuts: Sequence[int]) -> 
         for index, layer in enumerate(profile.layers):
             found[start:stop, at : at + 2 * layer.heads] = importance.norms(snapshot.layer(index, start, stop))
             at += 2 * layer.heads
-    ends = np.flatnonzero(np.isin(snapshot.tokens, profile.about["turn_ends"])) + 1
-    expected = importance.expected(profile.importance, found, cuts, ends.tolist(), snapshot.importance)
+    expected = importance.expected(profile.importance, found, cuts, _turns(profile, snapshot).tolist(),
+                                   snapshot.importance)  # fmt: skip
     return importance.classes(expected - importance.SHIFT)
+
+
+def _turns(profile: Profile, snapshot: Snapshot) -> np.ndarray:
+    found: np.ndarray = np.flatnonzero(np.isin(snapshot.tokens, profile.about["turn_ends"])) + 1
+    return found
+
+
+def answered_next(profile: Profile, snapshot: Snapshot) -> bool:
+    """Whether a session ends with a turn that is answered next, not in mid-text."""
+    return importance.answered(len(snapshot), _turns(profile, snapshot)) is not None
+
+
+def _shortness(profile: Profile, snapshot: Snapshot) -> float:
+    """Octaves of KL that a session has more for being short."""
+    return profile.length.octaves(len(snapshot) * (_ANSWERED if answered_next(profile, snapshot) else 1))
 
 
 def predicts_kl(profile: Profile) -> bool:
@@ -202,7 +221,7 @@ class Probe:
         runs = _sample(len(snapshot), most)
         layers, identity = codec.profile.layers, snapshot.identity
         self._classes = np.concatenate([classes[start:stop] for start, stop in runs]).astype(np.int64)
-        self.tokens, self._length = len(self._classes), len(classes)
+        self.tokens, self._shortness = len(self._classes), _shortness(codec.profile, snapshot)
         self.lost = 0.0
         self.shifts: dict[int, np.ndarray] = {}
         self._logs: dict[int, np.ndarray] = {}
@@ -252,7 +271,7 @@ class Probe:
     def kl(self, log_step: int) -> float:
         """Predicted KL divergence in nats."""
         a, c = self._profile.about["kl"]
-        found = a + c * np.log2(max(self.distortion(log_step), 1e-30)) + self._profile.length.octaves(self._length)
+        found = a + c * np.log2(max(self.distortion(log_step), 1e-30)) + self._shortness
         return float(np.exp2(min(found, 100.0)))
 
     def bits(self, log_step: int) -> tuple[float, float]:

@@ -23,7 +23,7 @@ MARGIN = 0.55
 #: Base steps that are coded, in whitened units: about those of the tiers; and that of short sessions.
 STEPS, SHORT_STEP = (0.5, 1.5), 0.9
 #: Windows that are coded whole, and windows of which a beginning is.
-WINDOWS, SHORT_WINDOWS = 4, 12
+WINDOWS, SHORT_WINDOWS = 4, 6
 #: Octaves of KL an octave of length, at most.
 MOST_POWER = 2.0
 
