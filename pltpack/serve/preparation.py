@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pltpack.serve.prefixes import PrefixIndex
 
 
+#: Tokens that are loaded to make ready, at most.
+MOST = 512
+
 #: Makes some calls, in any order and on any threads.
 Run = Callable[[list[Callable[[], object]]], object]
 
@@ -54,9 +57,9 @@ def prepare_loader(loader: Loader, index: PrefixIndex, on_host: bool) -> None:
             together(lambda call: call(), calls, archive.pool, (os.cpu_count() or 1) - 1)
 
     prepare_codecs(archive.libraries, shards, run)
-    # Compiled loops are loaded at their first call: a block of a session of each kind.
+    # Compiled loops are loaded, and memory is got, at the first load: of a session of each kind.
     for tokens in {tuple(shard.states): shard.tokens for shard in reversed(shards)}.values():
         hit = index.lookup(tokens)
         with contextlib.suppress(MissError):
             if hit:
-                loader.load(hit.first(hit.block))
+                loader.load(hit.first(MOST))

@@ -79,7 +79,10 @@ class PltpackConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             keeper = Keeper(settings, own, self._archive.refresh) if settings.capture else None
             self._worker = Worker(self._archive, shape, vllm_config.cache_config.cache_dtype, keeper)
-        self._archive.warm_up()
+        warming = self._archive.warm_up()
+        if role == KVConnectorRole.SCHEDULER:
+            # Made last, when the engine has its weights and caches: requests come next.
+            warming.join()
 
     @property
     def _scheduling(self) -> Planner:
