@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -353,6 +354,22 @@ def test_importance_is_learned() -> None:
     assert abs(mean) < 1e-3
     again = importance_fit.fit(features, energy)
     assert all(np.array_equal(found.weights[name], again.weights[name]) for name in found.weights)
+
+
+def test_importance_of_long_sessions_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(8)
+    norms, ends = rng.normal(size=(20_000, 60)).astype(np.float32), range(700, 20_000, 900)
+    shapes = {"mean": 65, "scale": 65, "linear": 65, "hidden": (8, 65), "bias": 8, "out": 8, "center": 1}
+    weights = {name: rng.uniform(0.1, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    tracemalloc.start()
+    try:
+        found = importance.expected(weights, norms, ends=ends)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * norms.nbytes
+    monkeypatch.setattr(importance, "_PIECE", len(norms))
+    assert np.allclose(importance.expected(weights, norms, ends=ends), found, atol=1e-4)
 
 
 def test_tables_code_what_they_counted_well() -> None:

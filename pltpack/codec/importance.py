@@ -33,6 +33,8 @@ _RECENT = (8, 64)
 _TURN_GAIN, _TURN_TAIL, _TURN_HEADER = 3.0, 6, 8
 #: Octaves by which errors before a turn's end, and before a block's, count for less than before the session's end.
 _TURN_LESS, _BLOCK_LESS = 3.0, 7.0
+# Tokens whose inputs are in memory at once.
+_PIECE = 4096
 #: Tokens of a block, as the archive has them unless told otherwise.
 _BLOCK = 32
 
@@ -152,7 +154,10 @@ def _seen(
     weights: Mapping[str, np.ndarray], log_norms: np.ndarray, distance: np.ndarray, recent: int = 1
 ) -> np.ndarray:
     """Predicted logarithm at distances to a cut, with what running text does not tell: float64 ``[T]``."""
-    found = predict(weights, features(log_norms, distance, np.arange(len(distance)))).astype(np.float64)
+    found = np.empty(len(distance))
+    for start in range(0, len(distance), _PIECE):
+        part, position = slice(start, start + _PIECE), np.arange(start, min(start + _PIECE, len(distance)))
+        found[part] = predict(weights, features(log_norms[part], distance[part], position))
     found += _SINK_GAIN * np.maximum(found - _SINK, 0)
     found += recent * ((distance >= _RECENT[0]) & (distance < _RECENT[1]))
     # Sums of what is weighed by them stay finite whatever a profile holds.
