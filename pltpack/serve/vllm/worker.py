@@ -69,13 +69,11 @@ class Worker:
         self._blocks: list[LayerBlocks] = []
         self._running: list[Loading] = []
         self._failed: set[int] = set()
-        self._on_host = False
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors, by layer name."""
         packings: dict[tuple[LayerGeometry, int], Packing | None] = {}
         self._blocks = []
-        self._on_host = all(tensor.device.type == "cpu" for tensor in caches.values())
         for name, layer in zip(self._shape.names, self._shape.layers, strict=True):
             tensor = caches[name]
             key = layer, tensor.shape[2]
@@ -92,10 +90,6 @@ class Worker:
             # Whatever goes wrong is a miss: the engine computes these blocks.
             except Exception as error:
                 self._miss(load, error)
-        if self._on_host:
-            # Decoding and the model share the cores: a pass that waits in every layer holds some of them meanwhile.
-            for name in self._at:
-                self.fill(name)
 
     def _stream(self, load: Load) -> Stream:
         loader = self._archive.loader()
