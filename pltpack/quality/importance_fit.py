@@ -10,6 +10,8 @@ import dataclasses
 
 import numpy as np
 
+from pltpack.quality.threads import one_thread
+
 HIDDEN = 48
 #: Share of the windows that training does not see, by which the prediction is judged.
 HELD_OUT = 0.15
@@ -78,14 +80,13 @@ def fit(features: list[np.ndarray], energy: list[np.ndarray], seed: int = 0) -> 
 def _train(z: np.ndarray, y: np.ndarray, linear: np.ndarray, seed: int) -> dict[str, np.ndarray]:
     import torch
 
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    state = torch.get_rng_state()
     try:
-        # One thread: sums in one order, the same weights on any number of cores.
-        torch.set_num_threads(1)
-        torch.manual_seed(seed)
-        return _trained(torch.tensor(z, dtype=torch.float32), torch.tensor(y, dtype=torch.float32), linear)
+        # Sums in one order: the same weights on any number of cores.
+        with one_thread():
+            torch.manual_seed(seed)
+            return _trained(torch.tensor(z, dtype=torch.float32), torch.tensor(y, dtype=torch.float32), linear)
     finally:
-        torch.set_num_threads(threads)
         torch.set_rng_state(state)
 
 

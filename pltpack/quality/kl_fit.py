@@ -13,6 +13,7 @@ from pltpack.codec.base import State, Unit
 from pltpack.codec.transform import TransformCodec
 from pltpack.quality.model import Model
 from pltpack.quality.scoring import compare, log_probabilities
+from pltpack.quality.threads import mapped, one_thread
 from pltpack.snapshot import Identity, Snapshot
 
 #: ``[a, c]`` where nothing was measured.
@@ -74,10 +75,12 @@ def measure(
     codec.start(arrays, identity)
     jobs = [(probe, STEPS) for probe in probes] + [(probe, (SHORT_STEP,)) for probe in short]
     found: dict[tuple[int, float], list[tuple[float, float]]] = {}
-    for number, ((snapshot, text), steps) in enumerate(jobs):
-        stage("kl", number, len(jobs))
-        for step, point in zip(steps, _points(model, codec, snapshot, text, steps), strict=True):
-            found.setdefault((len(snapshot), step), []).append(point)
+    with one_thread():
+        points = mapped(lambda job: _points(model, codec, *job[0], job[1]), jobs)
+        for number, ((snapshot, _), steps) in enumerate(jobs):
+            stage("kl", number, len(jobs))
+            for step, point in zip(steps, next(points), strict=True):
+                found.setdefault((len(snapshot), step), []).append(point)
     means = {key: np.mean(points, axis=0).tolist() for key, points in found.items()}
     names = ("tokens", "step", "distortion", "kl")
     measured = [dict(zip(names, (*key, *values), strict=True)) for key, values in means.items()]

@@ -7,6 +7,7 @@ lies between them. Sums in order, of products by one thread each, are the same o
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,3 +37,16 @@ def mapped(work: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
         finally:
             for future in waiting:
                 future.cancel()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes by one thread, here and in threads that begin meanwhile."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
