@@ -125,33 +125,46 @@ class Batch:
 
 
 def _pieces(items: list[_Item]) -> Iterator[list[_Item]]:
-    """Runs of units that lie one behind the other in one file and have one codec."""
+    """Runs of units of one file that have one codec."""
     piece: list[_Item] = []
-    end = size = 0
+    size = 0
     for item in items:
         if piece:
             first = piece[0]
             same = item.segment is first.segment and item.state == first.state
-            if not same or item.offset != end or size + item.length > PIECE_BYTES:
+            if not same or size + item.length > PIECE_BYTES:
                 yield piece
                 piece, size = [], 0
         piece.append(item)
-        end = item.offset + item.length
         size += item.length
     if piece:
         yield piece
 
 
+def _payloads(piece: list[_Item]) -> list[memoryview]:
+    """Payloads of units; those that lie one behind the other in the file are read at once."""
+    container, out, at, first = piece[0].segment.container, list[memoryview](), 0, 0
+    data = _buffer.view(sum(item.length for item in piece))
+    for last, item in enumerate(piece):
+        end = item.offset + item.length
+        if last + 1 < len(piece) and piece[last + 1].offset == end:
+            continue
+        start = piece[first].offset
+        held = _window.view(container, start, end)
+        if held is None:
+            held = data[at : at + end - start]
+            container.payload_into(held, start)
+            at += end - start
+        out += [held[each.offset - start : each.offset - start + each.length] for each in piece[first : last + 1]]
+        first = last + 1
+    return out
+
+
 def _decode(piece: list[_Item]) -> None:
-    segment, start, end = piece[0].segment, piece[0].offset, piece[-1].offset + piece[-1].length
-    data = _window.view(segment.container, start, end)
-    if data is None:
-        data = _buffer.view(end - start)
-        segment.container.payload_into(data, start)
+    segment = piece[0].segment
     codec = segment.codec_of(piece[0].record)
     jobs = []
-    for item in piece:
-        payload = data[item.offset - start : item.offset - start + item.length]
+    for item, payload in zip(piece, _payloads(piece), strict=True):
         if xxhash.xxh3_64_intdigest(payload) != item.checksum:
             segment.check(item.record, payload)
         jobs.append(DecodeJob(payload, _unit(item, codec), *item.out, item.reference))

@@ -10,7 +10,8 @@ import numpy as np
 
 from pltpack.archive.ahead import announce
 from pltpack.archive.batch import Batch, at_once
-from pltpack.archive.mapped import mapped_units, reference_values
+from pltpack.archive.decoded import DecodedUnits
+from pltpack.archive.mapped import Making, mapped_units
 from pltpack.archive.segments import Segment, fresh
 from pltpack.archive.shard import Shard
 from pltpack.codec.base import KeyValue
@@ -18,7 +19,7 @@ from pltpack.errors import FormatError
 from pltpack.format.tables import FLAG_REBUILT, FLAG_REFERENCE
 from pltpack.snapshot import DTYPES, LayerGeometry
 
-#: Raw bytes of the reference that is made at once, unless one unit is larger.
+#: Raw bytes of references that are made at once, unless one unit is larger.
 REFERENCE_BYTES = 1 << 26
 
 
@@ -75,10 +76,15 @@ def _decode(shard: Shard, targets: Sequence[_Target], own: Sequence[np.ndarray],
     held: dict[tuple[int, int, int], list[KeyValue]] = {}
     for target in targets:
         for segment, record, first, last in mapped_units(shard.exact_runs, shard.libraries, target.layer, start, stop):
-            if segment.resident is None:
-                spans.put(target, batch, segment, record, first, last)
-                continue
             layer = int(record["layer"])
+            if segment.resident is None:
+                # What references were made of need not be decoded again.
+                kept = segment.decoded.held(segment, record) if isinstance(segment.decoded, DecodedUnits) else None
+                if kept is None:
+                    spans.put(target, batch, segment, record, first, last)
+                else:
+                    target.fill(kept[target.layer - layer], segment.position_of(record), first, last)
+                continue
             key = (id(segment), int(record["offset"]), layer)
             found = held[key] if key in held else segment.resident.get(segment, record)
             if record["layer_count"] > 1:
@@ -236,41 +242,71 @@ class Predicted:
         self._units.setdefault(key, (record, first, last, []))[-1].append(target)
 
     def run(self) -> None:
-        """Decode what was put: a reference is made for several units that follow each other."""
+        """Decode what was put: references are made for several units at once."""
         units, self._units = [self._units[key] for key in sorted(self._units)], {}
-        while units:
-            count = self._together([record for record, *_ in units])
-            self._decode(units[:count])
-            units = units[count:]
+        at = 0
+        while at < len(units):
+            count = self._together([record for record, *_ in units[at:]])
+            self._decode(units[at : at + count])
+            at += count
 
     def _together(self, records: Sequence[np.void]) -> int:
-        """How many units, from the first on, are to share one reference."""
-        layer, layers = int(records[0]["layer"]), int(records[0]["layer_count"])
-        shapes = self._shard.identity.layers[layer : layer + layers]
-        most = REFERENCE_BYTES // sum(shape.bytes_per_token for shape in shapes)
-        start = end = int(records[0]["token_start"])
+        """How many units, from the first on, are to have their references made at once."""
+        size = 0
         for count, record in enumerate(records):
-            stop = end + int(record["token_count"])
-            if count and (record["layer"] != layer or record["token_start"] != end or stop - start > most):
+            layer, layers = int(record["layer"]), int(record["layer_count"])
+            shapes = self._shard.identity.layers[layer : layer + layers]
+            size += int(record["token_count"]) * sum(shape.bytes_per_token for shape in shapes)
+            if count and size > REFERENCE_BYTES:
                 return count
-            end = stop
         return len(records)
 
     def _decode(self, units: Sequence[tuple[np.void, int, int, list[_Target]]]) -> None:
-        shard, head, tail = self._shard, units[0][0], units[-1][0]
-        start, layer = int(head["token_start"]), int(head["layer"])
-        stop = int(tail["token_start"]) + int(tail["token_count"])
-        layers = range(layer, layer + int(head["layer_count"]))
-        values = reference_values(shard.runs, shard.libraries, layers, start, stop)
+        shard = self._shard
+        areas, area_of = _areas([record for record, *_ in units])
+        making = Making(shard.libraries)
+        made = [making.add(shard.runs, *area) for area in areas]
+        making.run()
         batch, spans = Batch(), Spans()
-        for record, first, last, targets in units:
-            at = int(record["token_start"]) - start
+        for (record, first, last, targets), index in zip(units, area_of, strict=True):
+            layers, start, _ = areas[index]
+            at, layer = int(record["token_start"]) - start, int(record["layer"]) - layers.start
             part = slice(at, at + int(record["token_count"]))
+            values = made[index][layer : layer + int(record["layer_count"])]
             reference = [(k[:, part], v[:, part]) for k, v in values]
             for target in targets:
                 spans.put(target, batch, shard, record, first, last, reference)
         batch.run()
         spans.run()
+
+
+def _areas(records: Sequence[np.void]) -> tuple[list[tuple[range, int, int]], list[int]]:
+    """Layers and tokens that units, sorted by both, hold without a gap; and in which of these each unit is.
+
+    Tokens follow each other in one layer; layers that have the same tokens are then taken together.
+    """
+    runs: list[tuple[range, int, int]] = []
+    run_of = []
+    for record in records:
+        layers = range(int(record["layer"]), int(record["layer"]) + int(record["layer_count"]))
+        first, last = int(record["token_start"]), int(record["token_start"]) + int(record["token_count"])
+        if runs and runs[-1][0] == layers and runs[-1][2] == first:
+            runs[-1] = (layers, runs[-1][1], last)
+        else:
+            runs.append((layers, first, last))
+        run_of.append(len(runs) - 1)
+    areas: list[tuple[range, int, int]] = []
+    known: dict[tuple[int, int], int] = {}
+    area_of_run = []
+    for layers, start, stop in runs:
+        index = known.get((start, stop))
+        if index is not None and areas[index][0].stop == layers.start:
+            areas[index] = (range(areas[index][0].start, layers.stop), start, stop)
+        else:
+            index = known[start, stop] = len(areas)
+            areas.append((layers, start, stop))
+        area_of_run.append(index)
+    return areas, [area_of_run[run] for run in run_of]
 
 
 def own_units(shard: Shard, layer: int, start: int, stop: int) -> np.ndarray:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from pltpack.archive.batch import Batch
+from pltpack.archive.decoded import DecodedUnits
 from pltpack.archive.library import Library
 from pltpack.archive.segments import fresh
 from pltpack.codec.base import KeyValue
@@ -95,36 +97,102 @@ def reference_values(
     FormatError
         If a unit is damaged, or the rows do not cover the range.
     """
-    rows = runs[overlapping(runs, start, stop)]
-    at = start
-    for row in rows:
-        if row["session_start"] > at:
-            break
-        at = int(row["session_start"]) + int(row["length"])
-    if at < stop:
-        raise FormatError(f"the mapping table gives no reference for token {at}")
-    identity = libraries[rows[0]["library"]].identity
-    if len(rows) == 1 and owner is not None:
-        source = owner(libraries[rows[0]["library"]], int(rows[0]["node"]))
-        if source is not None:
-            return _taken(source, int(rows[0]["position_shift"]), layers, start, stop)
-    out = [fresh(identity.layers[layer], stop - start) for layer in layers]
-    batch = Batch()
-    for row in rows:
-        source = owner(libraries[row["library"]], int(row["node"])) if owner is not None else None
-        if source is not None:
-            _copy(source, row, layers, start, stop, out)
-            continue
-        for library, record, begin, first, last in units_of_run(row, libraries, layers, start, stop):
-            rooms = [(k[:, first - start : last - start], v[:, first - start : last - start]) for k, v in out]
-            _fill(batch, library, record, layers, slice(first - begin, last - begin), rooms)
-    batch.run()
-    for row in rows[rows["position_shift"] != 0]:
-        first = max(int(row["session_start"]), start)
-        last = min(int(row["session_start"]) + int(row["length"]), stop)
-        for keys, _ in out:
-            move_keys(keys[:, first - start : last - start], identity, first - int(row["position_shift"]), first)
+    making = Making(libraries, owner)
+    out = making.add(runs, layers, start, stop)
+    making.run()
     return out
+
+
+class Making:
+    """Makes several references at once: the units behind them are decoded together.
+
+    Parameters
+    ----------
+    libraries, owner
+        As of `reference_values`.
+    """
+
+    def __init__(
+        self, libraries: Sequence[Library], owner: Callable[[Library, int], Snapshot | None] | None = None
+    ) -> None:
+        self._libraries, self._owner = libraries, owner
+        self._wanted: dict[int, tuple[Library, list[np.void], list[_Filling]]] = {}
+        self._moves: list[tuple[Sequence[KeyValue], Identity, slice, int, int]] = []
+
+    def add(self, runs: np.ndarray, layers: range, start: int, stop: int) -> list[KeyValue]:
+        """Note a reference, see `reference_values`; its arrays hold it after the next `run`."""
+        rows = runs[overlapping(runs, start, stop)]
+        at = start
+        for row in rows:
+            if row["session_start"] > at:
+                break
+            at = int(row["session_start"]) + int(row["length"])
+        if at < stop:
+            raise FormatError(f"the mapping table gives no reference for token {at}")
+        identity = self._libraries[rows[0]["library"]].identity
+        sources = [self._source(row) for row in rows]
+        if len(rows) == 1 and sources[0] is not None:
+            return _taken(sources[0], int(rows[0]["position_shift"]), layers, start, stop)
+        out = [fresh(identity.layers[layer], stop - start) for layer in layers]
+        for row, source in zip(rows, sources, strict=True):
+            if source is not None:
+                _copy(source, row, layers, start, stop, out)
+            else:
+                self._fill(row, layers, start, stop, out)
+            if shift := int(row["position_shift"]):
+                first = max(int(row["session_start"]), start)
+                last = min(int(row["session_start"]) + int(row["length"]), stop)
+                self._moves.append((out, identity, slice(first - start, last - start), first - shift, first))
+        return out
+
+    def _source(self, row: np.void) -> Snapshot | None:
+        return None if self._owner is None else self._owner(self._libraries[row["library"]], int(row["node"]))
+
+    def _fill(self, row: np.void, layers: range, start: int, stop: int, out: Sequence[KeyValue]) -> None:
+        for library, record, begin, first, last in units_of_run(row, self._libraries, layers, start, stop):
+            rooms = [(k[:, first - start : last - start], v[:, first - start : last - start]) for k, v in out]
+            _, records, fillings = self._wanted.setdefault(id(library), (library, [], []))
+            records.append(record)
+            fillings.append(_Filling(layers, slice(first - begin, last - begin), rooms))
+
+    def run(self) -> None:
+        """Fill all arrays that `add` gave since the last one.
+
+        Raises
+        ------
+        FormatError
+            If a unit is damaged.
+        """
+        wanted, self._wanted = self._wanted, {}
+        moves, self._moves = self._moves, []
+        batch = Batch()
+        for library, records, fillings in wanted.values():
+            if isinstance(library.decoded, DecodedUnits):
+                for found, record, filling in zip(library.decoded.get_many(library, records), records, fillings,
+                                                  strict=True):  # fmt: skip
+                    filling.put(found, int(record["layer"]))
+                continue
+            for record, filling in zip(records, fillings, strict=True):
+                _fill(batch, library, record, filling)
+        batch.run()
+        for out, identity, part, position, target in moves:
+            for keys, _ in out:
+                move_keys(keys[:, part], identity, position, target)
+
+
+class _Filling(NamedTuple):
+    """Where tokens `part` of a unit go, in the rooms of layers."""
+
+    layers: range
+    part: slice
+    rooms: Sequence[KeyValue]
+
+    def put(self, found: Sequence[KeyValue], layer: int) -> None:
+        """Copy them from a decoded unit, `layer` being its first."""
+        for index, (keys, values) in enumerate(found, layer - self.layers.start):
+            if 0 <= index < len(self.rooms):
+                room = self.rooms[index]
+                room[0][:], room[1][:] = keys[:, self.part], values[:, self.part]
 
 
 def _taken(source: Snapshot, shift: int, layers: range, start: int, stop: int) -> list[KeyValue]:
@@ -162,10 +230,9 @@ class References:
         return reference_values(self.runs, self.libraries, layers, start, stop, self.owner)
 
 
-def _fill(
-    batch: Batch, library: Library, record: np.void, layers: range, part: slice, rooms: Sequence[KeyValue]
-) -> None:
-    """Have tokens `part` of a unit decoded to their places, of the layers that are asked for."""
+def _fill(batch: Batch, library: Library, record: np.void, filling: _Filling) -> None:
+    """Have tokens of a unit decoded to their places, of the layers that are asked for."""
+    layers, part, rooms = filling
     unit = library.unit(record)
     whole = part == slice(0, unit.tokens)
     first = unit.layer - layers.start
@@ -182,9 +249,7 @@ def _fill(
         found = library.decode_span(record, targets)
         if whole:
             return
-    for index, (keys, values) in enumerate(found, first):
-        if 0 <= index < len(rooms):
-            rooms[index][0][:], rooms[index][1][:] = keys[:, part], values[:, part]
+    filling.put(found, unit.layer)
 
 
 def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int, out: np.ndarray | None = None) -> None:

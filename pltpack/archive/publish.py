@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from pltpack.archive.encoding import in_order, relative_error
+from pltpack.archive.library import Library
 from pltpack.archive.near import Attempt, library_texts, segment_bytes, token_matches
 from pltpack.archive.places import CodecPlace, Places, keeps
 from pltpack.archive.prepared import Prepared
@@ -152,7 +153,8 @@ def to_publish(
     if settings.near and place is not None and prepared is not None and place.codec.predicts:
         _passages(archive, snapshots, settings, place, prepared, movables, own_from, wanted, pool)
     fitting = _within(wanted.all, archive, settings.library_budget)
-    return [dataclasses.replace(part, errors=_errors(part, prepared)) for part in fitting]
+    errors = _Errors(place, prepared)
+    return [part for part in map(errors.of, fitting) if part is not None]
 
 
 def _within(parts: Sequence[Part], archive: Archive, budget: int | None) -> list[Part]:
@@ -275,27 +277,62 @@ def _extents(movables: dict[str, Movable], codec: Codec) -> Iterator[Text]:
                 yield Text(shard.tokens[start:stop], shard.entry.salt, shard.identity, start, shard=shard)
 
 
-def _errors(part: Part, prepared: Prepared | None) -> dict[int, float]:
-    """Relative RMS error, by first layer, of what a new session has of a part, coded with the tier's own codec.
+class _Errors:
+    """Relative RMS errors of units that move: by first layer and codec state of the shard, none of exact codecs.
 
-    What a shard's units were made of is gone. A session that shares them must be as near as its own units would be.
+    What a shard's units were made of is gone. A session that shares them must be as near as its own units would be,
+    had their codec made them: that of the new sessions may be another one.
+
+    Parameters
+    ----------
+    place : CodecPlace or None
+        Of the new sessions' codec.
+    prepared : Prepared or None
+        Of that codec.
     """
-    if prepared is None or prepared.codec.exact:
-        return {}
+
+    def __init__(self, place: CodecPlace | None, prepared: Prepared | None) -> None:
+        self._prepared: dict[object, Prepared] = {}
+        if place is not None and prepared is not None:
+            entry = (place.codec.codec_id, place.codec.get_config(), place.entry.get("profile"))
+            self._prepared[repr(entry) if place.codec.calibrated else id(place.codec)] = prepared
+
+    def of(self, part: Part) -> Part | None:
+        """The part with its errors; None if a codec cannot keep its promise with the new session."""
+        out: dict[tuple[int, int], float] = {}
+        for state in np.unique(part.units["state"]).tolist():
+            library, number = part.shard.states[state]
+            codecs = self._of(part.shard.libraries[library], number)
+            if codecs.codec.exact:
+                continue
+            try:
+                codec = codecs.of(part.user, len(part.user))
+            except PromiseError:
+                return None
+            mine = part.units[part.units["state"] == state]
+            for layer, count in np.unique(np.stack([mine["layer"], mine["layer_count"]], axis=1), axis=0).tolist():
+                out[layer, state] = min(_error(part, codec, range(layer, layer + count)), 3e38)
+        return dataclasses.replace(part, errors=out)
+
+    def _of(self, library: Library, number: int) -> Prepared:
+        codec = library.codec(number)
+        # A profile is the same in every segment, and to prepare its codec takes long; others learn what is theirs.
+        entry = (*library.state_entry(number), library.profile_digest(number))
+        key = repr(entry) if codec.calibrated else id(codec)
+        return self._prepared.setdefault(key, Prepared(codec))
+
+
+def _error(part: Part, codec: Codec, layers: range) -> float:
+    """Relative RMS error of what a new session has of a part, coded with a codec that is prepared for it."""
     user, stop = part.user, min(part.user_start + part.wanted_stop - part.wanted_start, len(part.user))
     stop = min(stop, part.user_start + tables.MAX_UNIT_TOKENS, part.user_start + 256)
-    out = {}
-    for layers in prepared.codec.layer_groups(len(user.identity.layers)):
-        geometries = user.identity.layers[layers.start : layers.stop]
-        unit = Unit(layers.start, geometries[0], part.user_start, stop - part.user_start, len(user) - stop, geometries)
-        arrays = [user.layer(layer, part.user_start, stop) for layer in layers]
-        again = [fresh(geometry, unit.tokens) for geometry in geometries]
-        codec = prepared.of(user, len(user))
-        if codec.spans:
-            codec.decode_span(memoryview(codec.encode_span(unit, arrays)), unit, again)
-        else:
-            unit = dataclasses.replace(unit, layers=())
-            codec.decode(memoryview(codec.encode(unit, *arrays[0])), unit, *again[0])
-        error = max(relative_error(mine, other) for mine, other in zip(arrays, again, strict=True))
-        out[layers.start] = min(error, 3e38)
-    return out
+    geometries = user.identity.layers[layers.start : layers.stop]
+    unit = Unit(layers.start, geometries[0], part.user_start, stop - part.user_start, len(user) - stop, geometries)
+    arrays = [user.layer(layer, part.user_start, stop) for layer in layers]
+    again = [fresh(geometry, unit.tokens) for geometry in geometries]
+    if codec.spans:
+        codec.decode_span(memoryview(codec.encode_span(unit, arrays)), unit, again)
+    else:
+        unit = dataclasses.replace(unit, layers=())
+        codec.decode(memoryview(codec.encode(unit, *arrays[0])), unit, *again[0])
+    return max(relative_error(mine, other) for mine, other in zip(arrays, again, strict=True))

@@ -37,7 +37,8 @@ class Part:
     """Tokens ``[start, stop)`` of a session, whole units in every layer, that move.
 
     `user` is a new session that has tokens ``[wanted_start, wanted_stop)`` of them from `user_start` on; `errors` gives
-    the relative RMS error that units are said to have, by their first layer, none if they are exact.
+    the relative RMS error that units are said to have, by their first layer and their codec state in the shard, none if
+    they are exact.
     """
 
     shard: Shard
@@ -47,7 +48,7 @@ class Part:
     user_start: int
     wanted_start: int
     wanted_stop: int
-    errors: dict[int, float] = dataclasses.field(default_factory=dict)
+    errors: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
     @property
     def units(self) -> np.ndarray:
@@ -106,6 +107,7 @@ class _Segment:
     def write(self, path: Path) -> FileEntry:
         records = [part.units for part in self.parts]
         for part, units in zip(self.parts, records, strict=True):
+            units["error"] = [part.errors.get(key, 0.0) for key in units[["layer", "state"]].tolist()]
             units["state"] = [self._state(part.shard, int(state)) for state in units["state"]]
         held = [(self._archive.libraries[library], state) for library, state in self._states]
         grouped = any((units["layer_count"] != 1).any() for units in records)
@@ -150,7 +152,6 @@ class _Segment:
         for index, (part, units) in enumerate(zip(self.parts, records, strict=True)):
             units["token_start"] -= np.uint32(part.start)
             units["node"] = index
-            units["error"] = [part.errors.get(int(layer), 0.0) for layer in units["layer"]]
             yield (offset, *parents[index], part.start, part.stop - part.start, 2, first, len(units), tenants[index])
             offset += part.stop - part.start
             first += len(units)

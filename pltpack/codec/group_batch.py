@@ -1,9 +1,9 @@
 """Decoding of many units of the group codec in one compiled call; the bitstream is in `pltpack.codec.group`.
 
 A unit is decoded in a tenth of a millisecond: calls from Python and hand-offs of its lock would take as long again.
-Here is the usual kind, bfloat16 with one even dimension and without a reference. What is of another kind, or damaged in
-any way, is left to `pltpack.codec.group_decode`, which takes everything and says what is wrong. Payloads are untrusted:
-`_parse` places every part inside the payload before one is read.
+Here is the usual kind, bfloat16 with one even dimension. What is of another kind, or damaged in any way, is left to
+`pltpack.codec.group_decode`, which takes everything and says what is wrong. Payloads are untrusted: `_parse` places
+every part inside the payload before one is read.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import numpy as np
 from pltpack.codec import dequantize, quantize, rans, rans_scalar, rans_simd, tokens
 from pltpack.codec.base import DecodeJob
 from pltpack.codec.compiled import address_of, head_stride, items_at
-from pltpack.codec.group_decode import HEADER, MEAN_UNIT, OWN_MEANS, Layer
+from pltpack.codec.group_decode import HEADER, MEAN_UNIT, OWN_MEANS, REFERENCED, SHIFTED, Layer
 from pltpack.codec.rans_scalar import LANES, STATE_LOW
 from pltpack.codec.rope import Rotation
-from pltpack.codec.tokens import EXACT
+from pltpack.codec.tokens import COPY, EXACT, SHIFTS
 
 _HEADER_BYTES = HEADER.size
 _RANS_HEADER = rans.HEADER_BYTES
 
 # Columns of the table of units. Addresses are those of arrays that the caller holds; a stride is in words.
 _PAYLOAD, _LENGTH, _TOKENS, _HEADS, _DIM, _MEANS, _VALUE_MEANS, _TURN, _TURNED, _COS, _SIN = range(11)
-_KEYS, _VALUES, _KEY_STRIDE, _VALUE_STRIDE, _COLUMNS = range(11, 16)
-# What `_parse` finds: offsets in the payload, then counts.
-_OWN, _LOW, _REST, _STREAM, _CODED, _EXACT_COUNT, _KEY_LOW, _VALUE_LOW, _ESCAPES, _PLACES = range(10)
+_KEYS, _VALUES, _KEY_STRIDE, _VALUE_STRIDE = range(11, 15)
+# Of the reference: addresses 0 if there is none.
+_NEAR_KEYS, _NEAR_VALUES, _NEAR_KEY_STRIDE, _NEAR_VALUE_STRIDE = range(15, 19)
+# What `_parse` finds: flags, offsets in the payload, then counts.
+_FLAGS, _OWN, _LOW, _REST, _STREAM, _CODED, _EXACT_COUNT, _KEY_LOW, _VALUE_LOW, _ESCAPES, _PLACES = range(11)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -47,24 +49,34 @@ def _i16(data: Any, at: int) -> Any:
 
 
 @numba.njit(nogil=True, cache=True)
-def _parse(data: Any, heads: int, dim: int, classes: Any, codes: Any, bases: Any, kinds: Any, places: Any) -> Any:
+def _parse(data: Any, heads: int, dim: int, near: bool, classes: Any, ranks: Any, codes: Any, bases: Any, kinds: Any,
+           places: Any) -> Any:  # fmt: skip
     """Read the fixed part of a payload and place the others; tell whether they fill the payload exactly."""
     runs_at = _HEADER_BYTES + 6 * heads
     if data.size < runs_at:
         return False
     flags, runs, escapes, stream = _u32(data, 0), _u32(data, 4), _u32(data, 8), _u32(data, 12)
-    if (flags != 0 and flags != OWN_MEANS) or escapes % 2 or runs > data.size - runs_at:
+    referenced = flags == REFERENCED or flags == REFERENCED | SHIFTED
+    if not (flags == 0 or flags == OWN_MEANS or (referenced and near)) or escapes % 2 or runs > data.size - runs_at:
         return False
     for h in range(2 * heads):
         codes[h] = _i16(data, _HEADER_BYTES + 2 * h)
         bases[h] = data[_HEADER_BYTES + 4 * heads + h]
-    if tokens.unpack(data[runs_at : runs_at + runs], False, classes) != classes.size:
-        return False
-    coded, exact, key_low, value_low = quantize.plan(classes, classes, codes, bases, dim // 2, dim // 2, kinds)
-    if coded < 0:
+    if tokens.unpack(data[runs_at : runs_at + runs], referenced, classes) != classes.size:
         return False
     own = runs_at + runs
-    places[_OWN] = own
+    for t in range(classes.size):
+        ranks[t] = classes[t]
+    if flags & SHIFTED:
+        if (classes.size + 1) // 2 > data.size - own:
+            return False
+        for t in range(classes.size):
+            ranks[t] += np.int16((data[own + t // 2] >> (t % 2 * 4)) & 15) + np.int16(SHIFTS[0])
+        own += (classes.size + 1) // 2
+    coded, exact, key_low, value_low = quantize.plan(classes, ranks, codes, bases, dim // 2, dim // 2, kinds)
+    if coded < 0:
+        return False
+    places[_FLAGS], places[_OWN] = flags, own
     places[_ESCAPES] = own + (4 * heads * dim if flags == OWN_MEANS else 0)
     places[_LOW] = places[_ESCAPES] + 2 * escapes
     places[_REST] = places[_LOW] + key_low + value_low
@@ -95,16 +107,18 @@ def _place_exact(symbols: Any, rest: Any, classes: Any, heads: int, dim: int, wo
 @numba.njit(nogil=True, cache=True)
 def _scratch(units: Any) -> Any:
     """Arrays large enough for any of the units."""
-    count = heads = dim = symbols = length = 0
+    count = heads = dim = symbols = length = near = 0
     for i in range(len(units)):
         count, heads, dim = max(count, units[i, _TOKENS]), max(heads, units[i, _HEADS]), max(dim, units[i, _DIM])
         length = max(length, units[i, _LENGTH])
-        symbols = max(symbols, 2 * units[i, _TOKENS] * units[i, _HEADS] * units[i, _DIM])
+        size = units[i, _TOKENS] * units[i, _HEADS] * units[i, _DIM]
+        symbols, near = max(symbols, 2 * size), max(near, size if units[i, _NEAR_KEYS] else 0)
     return (
         np.empty(count, np.uint8), np.empty(2 * heads, np.int16), np.empty(2 * heads, np.uint8),
         np.empty(4 * heads * count, np.int64), np.empty(_PLACES, np.int64), np.empty(LANES, np.uint32),
         np.empty(2 * dim + 4 * LANES, np.uint8), np.empty(symbols, np.uint8), np.empty(2 * heads * dim, np.float32),
-        np.empty(length // 2 + 1, np.int16),
+        np.empty(length // 2 + 1, np.int16), np.empty(count, np.int16), np.empty(near, np.float32),
+        np.empty(near, np.float32),
     )  # fmt: skip
 
 
@@ -115,12 +129,53 @@ def _words(unit: Any, places: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True)
+def _tokens(unit: Any, address: int, stride: int) -> Any:
+    """Words ``[H, T, D]`` of a unit's arrays, by the columns of their address and their stride."""
+    heads, dim, step = unit[_HEADS], unit[_DIM], unit[stride]
+    # The arrays cover whole strides: only the first tokens of a head are sure to be there.
+    return items_at(unit[address], np.uint16(0), heads * step).reshape((heads, step // dim, dim))[:, : unit[_TOKENS]]
+
+
+@numba.njit(nogil=True, cache=True)
+def _centres(words: Any, turn: int, cos: Any, sin: Any, out: Any) -> None:
+    """A reference's values in binary32 ``[H, T, D]``, without their rotation."""
+    bits, half = out.view(np.uint32), cos.shape[1]
+    for h in range(out.shape[0]):
+        for t in range(out.shape[1]):
+            row, wide = words[h, t], bits[h, t]
+            for d in range(wide.size):
+                wide[d] = np.uint32(row[d]) << np.uint32(16)
+            if turn == 1:
+                first, second, c, s = out[h, t, :half], out[h, t, half : 2 * half], cos[t], sin[t]
+                for i in range(half):
+                    x, y = first[i], second[i]
+                    first[i] = x * c[i] + y * s[i]
+                    second[i] = y * c[i] - x * s[i]
+            elif turn == 2:
+                line = out[h, t]
+                for i in range(half):
+                    x, y = line[2 * i], line[2 * i + 1]
+                    line[2 * i] = x * cos[t, i] + y * sin[t, i]
+                    line[2 * i + 1] = y * cos[t, i] - x * sin[t, i]
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy(source: Any, classes: Any, words: Any) -> None:
+    for t in range(classes.size):
+        if classes[t] == COPY:
+            for h in range(words.shape[0]):
+                for d in range(words.shape[2]):
+                    words[h, t, d] = source[h, t, d]
+
+
+@numba.njit(nogil=True, cache=True)
 def _begin(unit: Any, scratch: Any) -> tuple[int, int]:
     """Prepare a unit's rANS stream: number of its rows, -1 if damaged, and the first word that `tail` holds."""
     classes, codes, bases, kinds, places, states, tail = scratch[:7]
     data, heads, half = items_at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH]), unit[_HEADS], unit[_DIM] // 2
-    if not _parse(data, heads, 2 * half, classes[: unit[_TOKENS]], codes[: 2 * heads], bases[: 2 * heads], kinds,
-                  places):  # fmt: skip
+    count, ranks = unit[_TOKENS], scratch[10]
+    if not _parse(data, heads, 2 * half, unit[_NEAR_KEYS] != 0, classes[:count], ranks[:count], codes[: 2 * heads],
+                  bases[: 2 * heads], kinds, places):  # fmt: skip
         return -1, 0
     stream = data[places[_STREAM] :]
     if stream.size < _RANS_HEADER or stream.size % 2:
@@ -138,15 +193,24 @@ def _begin(unit: Any, scratch: Any) -> tuple[int, int]:
 @numba.njit(nogil=True, cache=True)
 def _finish(unit: Any, scratch: Any, used: int, shrink: Any) -> bool:
     """Turn a unit's symbols into words, in place; tell whether stream and escapes were as long as they should be."""
-    classes, codes, bases, _, places, states, _, symbols, means, escapes = scratch
+    classes, codes, bases, _, places, states, _, symbols, means, escapes, ranks, key_near, value_near = scratch
     stream_words = (unit[_LENGTH] - places[_STREAM] - _RANS_HEADER) // 2
     if used != stream_words or (states != np.uint32(STATE_LOW)).any():
         return False
     data = items_at(unit[_PAYLOAD], np.uint8(0), unit[_LENGTH])
     heads, dim, count = unit[_HEADS], unit[_DIM], unit[_TOKENS]
-    classes, codes, bases = classes[:count], codes[: 2 * heads], bases[: 2 * heads]
+    classes, ranks, codes, bases = classes[:count], ranks[:count], codes[: 2 * heads], bases[: 2 * heads]
     size, shape = heads * dim, (heads, 1, dim)
-    if places[_OWN] < places[_ESCAPES]:
+    turned = unit[_TURNED]
+    cos = items_at(unit[_COS], np.float32(0), count * turned).reshape((count, turned))
+    sin = items_at(unit[_SIN], np.float32(0), count * turned).reshape((count, turned))
+    moving = places[_FLAGS] & REFERENCED != 0
+    if moving:
+        size, shape = heads * count * dim, (heads, count, dim)
+        key_means, value_means = key_near[:size].reshape(shape), value_near[:size].reshape(shape)
+        _centres(_tokens(unit, _NEAR_KEYS, _NEAR_KEY_STRIDE), unit[_TURN], cos, sin, key_means)
+        _centres(_tokens(unit, _NEAR_VALUES, _NEAR_VALUE_STRIDE), 0, cos, sin, value_means)
+    elif places[_OWN] < places[_ESCAPES]:
         _own_means(data, places[_OWN], codes, dim, means)
         key_means, value_means = means[:size].reshape(shape), means[size : 2 * size].reshape(shape)
     else:
@@ -155,20 +219,13 @@ def _finish(unit: Any, scratch: Any, used: int, shrink: Any) -> bool:
     given = (places[_LOW] - places[_ESCAPES]) // 2
     for i in range(given):
         escapes[i] = _i16(data, places[_ESCAPES] + 2 * i)
-    turned = unit[_TURNED]
-    cos = items_at(unit[_COS], np.float32(0), count * turned).reshape((count, turned))
-    sin = items_at(unit[_SIN], np.float32(0), count * turned).reshape((count, turned))
-    # The arrays cover whole strides: only the first `count` tokens of a head are sure to be there.
-    keys = items_at(unit[_KEYS], np.uint16(0), heads * unit[_KEY_STRIDE])
-    values = items_at(unit[_VALUES], np.uint16(0), heads * unit[_VALUE_STRIDE])
-    key_words = keys.reshape((heads, unit[_KEY_STRIDE] // dim, dim))[:, :count]
-    value_words = values.reshape((heads, unit[_VALUE_STRIDE] // dim, dim))[:, :count]
+    key_words, value_words = _tokens(unit, _KEYS, _KEY_STRIDE), _tokens(unit, _VALUES, _VALUE_STRIDE)
     none = np.empty((0, 0, 0), dtype=np.float32)
     rows, half = heads * places[_CODED], dim // 2
     low, middle = places[_LOW], places[_LOW] + places[_KEY_LOW]
     end = dequantize.dequantize(
         symbols[: rows * half].reshape((rows, half)), symbols[rows * half : 2 * rows * half].reshape((rows, half)),
-        classes, classes, bases, codes, shrink, key_means, value_means, False, data[low:middle],
+        classes, ranks, bases, codes, shrink, key_means, value_means, moving, data[low:middle],
         data[middle : places[_REST]], escapes[:given], unit[_TURN], cos, sin, key_words, value_words, none, none,
     )  # fmt: skip
     if end != given:
@@ -178,6 +235,9 @@ def _finish(unit: Any, scratch: Any, used: int, shrink: Any) -> bool:
         at, rest = 2 * rows * half, data[places[_REST] : places[_STREAM]]
         _place_exact(symbols[at : at + exact], rest[:exact], classes, heads, dim, key_words)
         _place_exact(symbols[at + exact : at + 2 * exact], rest[exact:], classes, heads, dim, value_words)
+    if moving:
+        _copy(_tokens(unit, _NEAR_KEYS, _NEAR_KEY_STRIDE), classes, key_words)
+        _copy(_tokens(unit, _NEAR_VALUES, _NEAR_VALUE_STRIDE), classes, value_words)
     return True
 
 
@@ -273,10 +333,15 @@ class Batch:
         """A unit's row of the table, or None if it is of another kind; `held` keeps its arrays alive."""
         payload, unit, keys, values, reference = job
         fixed = self._fixed[unit.layer]
-        if fixed is None or reference is not None or not len(payload):
+        if fixed is None or not len(payload):
             return None
         heads, dim = fixed[:2]
         shape = heads, unit.tokens, dim
+        near: tuple[int, ...] = (0, 0, 0, 0)
+        if reference is not None:
+            near = (*map(address_of, reference), *(head_stride(array, shape, _BFLOAT) for array in reference))
+            if not (near[2] and near[3]):
+                return None
         strides = head_stride(keys, shape, _BFLOAT), head_stride(values, shape, _BFLOAT)
         if not all(strides) or not (keys.flags.writeable and values.flags.writeable):
             return None
@@ -292,6 +357,7 @@ class Batch:
             address_of(keys),
             address_of(values),
             *strides,
+            *near,
         )
 
 
