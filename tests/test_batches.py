@@ -67,20 +67,25 @@ geometry = st.builds(LayerGeometry, st.integers(1, 3), st.sampled_from([4, 32, 6
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @QUICK
-@given(st.lists(geometry, min_size=1, max_size=3), st.lists(st.integers(1, 70), min_size=1, max_size=4), st.booleans(),
-       st.sampled_from([0.0, 1.0, 40.0]))  # fmt: skip
-def test_group_batches_decode_what_units_decode(kernel, geometries, counts, turned, scale):
-    rope = {"type": "default", "theta": 10000.0, "style": "half"} if turned else None
-    codec = started(GroupCodec(3), geometries, rope)
+@given(st.lists(geometry, min_size=1, max_size=3), st.lists(st.integers(1, 70), min_size=1, max_size=4),
+       st.sampled_from([{}, {"style": "half"}, {"style": "interleaved"}, {"dim": 4}]),
+       st.sampled_from([0.0, 1.0, 40.0]), st.lists(st.sampled_from([None, 0.0, 0.02, 0.3]), min_size=1, max_size=3))  # fmt: skip
+def test_group_batches_decode_what_units_decode(kernel, geometries, counts, turn, scale, nearness):
+    """Without references and with those that are equal, near or farther away."""
+    codec = started(GroupCodec(3), geometries, {"type": "default", "theta": 10000.0, **turn} if turn else None)
     jobs, wanted = [], []
     for i, g in enumerate(geometries):
         for at, count in enumerate(counts):
-            unit = Unit(i, g, 64 * at, count)
-            payload = memoryview(codec.encode(unit, *arrays(g, count, at, scale)))
+            near = nearness[at % len(nearness)]
+            unit = Unit(i, g, 64 * at, count, near=near is not None)
+            mine, reference = arrays(g, count, at, scale), None
+            if near is not None:
+                reference = tuple(inside((x.astype(np.float32) * (1 + near)).astype(BFLOAT), 3, 1) for x in mine)
+            payload = memoryview(codec.encode(unit, *mine, reference))
             out = tuple(inside(x, 1, 2) for x in arrays(g, count, 9))
             expected = tuple(np.zeros(x.shape, x.dtype) for x in out)
-            group_decode.decode(payload, codec._layer(unit), unit, expected, None, codec._tables, codec._shrink)
-            jobs.append(DecodeJob(payload, unit, *out))
+            group_decode.decode(payload, codec._layer(unit), unit, expected, reference, codec._tables, codec._shrink)
+            jobs.append(DecodeJob(payload, unit, *out, reference))
             wanted.append(expected)
     batch = group_batch.Batch(codec._layers, codec._tables, codec._shrink)
     batch._loop = group_batch._LOOPS[kernel]
@@ -92,11 +97,13 @@ def test_group_batches_decode_what_units_decode(kernel, geometries, counts, turn
             assert not words(found.base)[:, [0, -1, -2]].any()
 
 
-def test_a_damaged_unit_in_a_group_batch_is_given_back():
+@pytest.mark.parametrize("near", [False, True])
+def test_a_damaged_unit_in_a_group_batch_is_given_back(near):
     g = LayerGeometry(2, 32, 32, "BF16")
     codec = started(GroupCodec(4), [g])
-    unit = Unit(0, g, 8, 40)
-    payload = codec.encode(unit, *arrays(g, 40))
+    unit = Unit(0, g, 8, 40, near=near)
+    reference = tuple((1.1 * x.astype(np.float32)).astype(BFLOAT) for x in arrays(g, 40)) if near else None
+    payload = codec.encode(unit, *arrays(g, 40), reference)
     rng = np.random.default_rng(0)
     for _ in range(300):
         bad = bytearray(payload)
@@ -104,12 +111,13 @@ def test_a_damaged_unit_in_a_group_batch_is_given_back():
         if rng.integers(4) == 0:
             bad = bad[: rng.integers(len(bad))]
         outs = [tuple(np.zeros((2, 40, 32), BFLOAT) for _ in range(2)) for _ in range(2)]
-        jobs = [DecodeJob(memoryview(p), unit, *out) for p, out in zip((bad, payload), outs, strict=True)]
+        jobs = [DecodeJob(memoryview(p), unit, *out, reference) for p, out in zip((bad, payload), outs, strict=True)]
         left = codec._batch.decode(jobs)
         assert len(left) <= 1 and all(job is jobs[0] for job in left)
         alone = tuple(np.zeros((2, 40, 32), BFLOAT) for _ in range(2))
         try:
-            group_decode.decode(jobs[0].payload, codec._layer(unit), unit, alone, None, codec._tables, codec._shrink)
+            group_decode.decode(jobs[0].payload, codec._layer(unit), unit, alone, reference, codec._tables,
+                                codec._shrink)  # fmt: skip
         except ValueError:
             assert left
         else:

@@ -14,6 +14,7 @@ from near_common import IDENTITY, passage, session
 from profiles_common import save_profile
 
 import pltpack
+from pltpack.archive.encoding import relative_error as encoding_error
 from pltpack.archive.extract import verify
 from pltpack.archive.publish import Movable
 from pltpack.snapshot import Snapshot
@@ -130,6 +131,26 @@ def test_an_exact_session_does_not_share_what_another_tier_coded(tmp_path):
     with pltpack.open(tmp_path / "a") as archive:
         assert equal_bits(archive.read("turn-1"), second)
         assert relative_error(first, archive.read("turn-0")) < LOSSY["q2"]
+
+
+@pytest.mark.parametrize("quality", ["lossless", "near"])
+def test_what_moves_has_the_error_of_its_own_codec(tmp_path, profile, quality):
+    """An append of another tier must not say of lossy units that they are exact, or as near as its own would be."""
+    first = session("first", [*passage(1, 40), *passage(2, 300)])
+    second = session("second", [*passage(3, 70), *passage(2, 300)])
+    pltpack.compress([session("other", passage(8, 64))], tmp_path / "a", **given_to(quality, profile))
+    pltpack.append(tmp_path / "a", [first], quality="q4")
+    stats = pltpack.append(tmp_path / "a", [second], **given_to(quality, profile))
+    assert stats["predicted_tokens"] > 200
+    with pltpack.open(tmp_path / "a") as archive:
+        moved = [(library, unit) for library in archive.libraries for unit in library.units
+                 if library.state_entry(int(unit["state"])) == ("group", {"bits": 4})]  # fmt: skip
+        assert moved
+        for library, unit in moved:
+            at, layer = library.position_of(unit), int(unit["layer"])
+            kept = first.layer(layer, at, at + int(unit["token_count"]))
+            true = encoding_error(kept, library.decode(unit))
+            assert 0.5 * true < unit["error"] < 2 * true
 
 
 def test_another_models_values_are_not_taken_for_the_sessions_own(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -72,24 +73,21 @@ def decode_layers(
 
 def _decode(shard: Shard, targets: Sequence[_Target], own: Sequence[np.ndarray], start: int, stop: int) -> None:
     batch, spans = Batch(), Spans()
-    # Of units of several layers: decoded once even where nothing is kept.
-    held: dict[tuple[int, int, int], list[KeyValue]] = {}
-    for target in targets:
-        for segment, record, first, last in mapped_units(shard.exact_runs, shard.libraries, target.layer, start, stop):
-            layer = int(record["layer"])
-            if segment.resident is None:
-                # What references were made of need not be decoded again.
-                kept = segment.decoded.held(segment, record) if isinstance(segment.decoded, DecodedUnits) else None
-                if kept is None:
-                    spans.put(target, batch, segment, record, first, last)
-                else:
-                    target.fill(kept[target.layer - layer], segment.position_of(record), first, last)
-                continue
-            key = (id(segment), int(record["offset"]), layer)
-            found = held[key] if key in held else segment.resident.get(segment, record)
-            if record["layer_count"] > 1:
-                held[key] = found
-            target.fill(found[target.layer - layer], segment.position_of(record), first, last)
+    wanted = {target.layer: target for target in targets}
+    held_layers = range(min(wanted), max(wanted) + 1) if wanted else range(0)
+    for segment, record, first, last in mapped_units(shard.exact_runs, shard.libraries, held_layers, start, stop):
+        layer = int(record["layer"])
+        inside = [wanted[at] for at in range(layer, layer + int(record["layer_count"])) if at in wanted]
+        if segment.resident is not None:
+            found = segment.resident.get(segment, record) if inside else None
+        else:
+            # What references were made of need not be decoded again.
+            found = segment.decoded.held(segment, record) if isinstance(segment.decoded, DecodedUnits) else None
+        for target in inside:
+            if found is None:
+                spans.put(target, batch, segment, record, first, last)
+            else:
+                target.fill(found[target.layer - layer], segment.position_of(record), first, last)
     # Own units come after: they may replace mapped values.
     batch.run()
     spans.run()
@@ -228,13 +226,14 @@ class Predicted:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._units: dict[tuple[int, int], tuple[np.void, int, int, list[_Target]]] = {}
+        self._predicts = functools.cache(shard.predicts)
 
     def needs(self, record: np.void) -> bool:
         """Whether a unit with a reference cannot take it from what exact rows have given."""
         first = int(record["token_start"])
         if record["layer_count"] > 1 or self._shard.codec_of(record).spans:
             return True
-        return self._shard.predicts(first, first + int(record["token_count"]))
+        return self._predicts(first, first + int(record["token_count"]))
 
     def put(self, target: _Target, record: np.void, first: int, last: int) -> None:
         """Have a unit's tokens ``[first, last)`` decoded by `run`."""
@@ -252,14 +251,11 @@ class Predicted:
 
     def _together(self, records: Sequence[np.void]) -> int:
         """How many units, from the first on, are to have their references made at once."""
-        size = 0
-        for count, record in enumerate(records):
-            layer, layers = int(record["layer"]), int(record["layer_count"])
-            shapes = self._shard.identity.layers[layer : layer + layers]
-            size += int(record["token_count"]) * sum(shape.bytes_per_token for shape in shapes)
-            if count and size > REFERENCE_BYTES:
-                return count
-        return len(records)
+        ends = np.cumsum([0, *(layer.bytes_per_token for layer in self._shard.identity.layers)])
+        layers, counts = (np.array([record[name] for record in records], np.int64) for name in ("layer", "layer_count"))
+        tokens = np.array([record["token_count"] for record in records], np.int64)
+        sizes = np.cumsum(tokens * (ends[layers + counts] - ends[layers]))
+        return max(1, int(np.searchsorted(sizes, REFERENCE_BYTES, "right")))
 
     def _decode(self, units: Sequence[tuple[np.void, int, int, list[_Target]]]) -> None:
         shard = self._shard
@@ -361,7 +357,7 @@ def _touched(shard: Shard, layers: range, start: int, stop: int) -> Iterator[tup
     while layer < layers.stop:
         following = layers.stop
         for runs, cut in ((shard.exact_runs, True), (shard.predicted_runs, False)):
-            for _, record, first, _ in mapped_units(runs, shard.libraries, layer, start, stop):
+            for _, record, first, _ in mapped_units(runs, shard.libraries, range(layer, layer + 1), start, stop):
                 following = min(following, int(record["layer"]) + int(record["layer_count"]))
                 yield record, first if cut else None
         for record in own_units(shard, layer, start, stop):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pltpack.archive.encoding import UnitJob, relative_error, split
+from pltpack.archive.encoding import UnitJob, relative_error, same_bits, split
 from pltpack.archive.library import Library
 from pltpack.archive.mapped import References, mapped_units
 from pltpack.archive.sampling import TokenRange
@@ -126,8 +126,7 @@ class Draft:
         records = run_records(self.runs, self._libraries)
         units = {
             int(record["offset"]): functools.partial(self._near_unit, segment, record, first, last)
-            for layer in layers
-            for segment, record, first, last in mapped_units(records, self._libraries, layer, start, stop)
+            for segment, record, first, last in mapped_units(records, self._libraries, layers, start, stop)
         }
         return list(units.values())
 
@@ -167,6 +166,8 @@ def token_error(own: KeyValue, other: KeyValue) -> float:
     """
     worst = 0.0
     for x, y in zip(own, other, strict=True):
+        if same_bits(x, y):
+            continue
         a, b = x.astype(np.float64), y.astype(np.float64)
         finite = np.isfinite(a)
         if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):

@@ -6,6 +6,7 @@ Encoder and decoder take references from here, so that both see the same bits (s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,9 +36,9 @@ def overlapping(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def mapped_units(
-    runs: np.ndarray, libraries: Sequence[Library], layer: int, start: int, stop: int
+    runs: np.ndarray, libraries: Sequence[Library], layers: range, start: int, stop: int
 ) -> Iterator[tuple[Library, np.void, int, int]]:
-    """Library units that a token range of one layer maps to, with the session tokens ``[first, last)`` each gives.
+    """Library units that a token range of layers maps to, with the session tokens ``[first, last)`` each gives.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def mapped_units(
         `pltpack.format.tables.RUN` records; their library field indexes `libraries`.
     """
     for run in runs[overlapping(runs, start, stop)]:
-        for library, record, _, first, last in units_of_run(run, libraries, range(layer, layer + 1), start, stop):
+        for library, record, _, first, last in units_of_run(run, libraries, layers, start, stop):
             yield library, record, first, last
 
 
@@ -117,7 +118,6 @@ class Making:
     ) -> None:
         self._libraries, self._owner = libraries, owner
         self._wanted: dict[int, tuple[Library, list[np.void], list[_Filling]]] = {}
-        self._moves: list[tuple[Sequence[KeyValue], Identity, slice, int, int]] = []
 
     def add(self, runs: np.ndarray, layers: range, start: int, stop: int) -> list[KeyValue]:
         """Note a reference, see `reference_values`; its arrays hold it after the next `run`."""
@@ -135,25 +135,27 @@ class Making:
             return _taken(sources[0], int(rows[0]["position_shift"]), layers, start, stop)
         out = [fresh(identity.layers[layer], stop - start) for layer in layers]
         for row, source in zip(rows, sources, strict=True):
-            if source is not None:
-                _copy(source, row, layers, start, stop, out)
-            else:
+            if source is None:
                 self._fill(row, layers, start, stop, out)
-            if shift := int(row["position_shift"]):
-                first = max(int(row["session_start"]), start)
-                last = min(int(row["session_start"]) + int(row["length"]), stop)
-                self._moves.append((out, identity, slice(first - start, last - start), first - shift, first))
+                continue
+            _copy(source, row, layers, start, stop, out)
+            first = max(int(row["session_start"]), start)
+            last = min(int(row["session_start"]) + int(row["length"]), stop)
+            for keys, _ in out if row["position_shift"] else ():
+                part = keys[:, first - start : last - start]
+                move_keys(part, identity, first - int(row["position_shift"]), first)
         return out
 
     def _source(self, row: np.void) -> Snapshot | None:
         return None if self._owner is None else self._owner(self._libraries[row["library"]], int(row["node"]))
 
     def _fill(self, row: np.void, layers: range, start: int, stop: int, out: Sequence[KeyValue]) -> None:
+        shift = int(row["position_shift"])
         for library, record, begin, first, last in units_of_run(row, self._libraries, layers, start, stop):
             rooms = [(k[:, first - start : last - start], v[:, first - start : last - start]) for k, v in out]
             _, records, fillings = self._wanted.setdefault(id(library), (library, [], []))
             records.append(record)
-            fillings.append(_Filling(layers, slice(first - begin, last - begin), rooms))
+            fillings.append(_Filling(layers, slice(first - begin, last - begin), rooms, first, shift))
 
     def run(self) -> None:
         """Fill all arrays that `add` gave since the last one.
@@ -164,35 +166,53 @@ class Making:
             If a unit is damaged.
         """
         wanted, self._wanted = self._wanted, {}
-        moves, self._moves = self._moves, []
-        batch = Batch()
         for library, records, fillings in wanted.values():
+            identity = library.identity
+            # Layers are nearly always of one width: what is known of its embedding is looked up once.
+            turns = functools.cache(functools.partial(Rotation.of, identity.rope, identity.keys))
             if isinstance(library.decoded, DecodedUnits):
                 for found, record, filling in zip(library.decoded.get_many(library, records), records, fillings,
                                                   strict=True):  # fmt: skip
-                    filling.put(found, int(record["layer"]))
+                    filling.put(found, int(record["layer"]), turns)
                 continue
+            batch, straight = Batch(), []
             for record, filling in zip(records, fillings, strict=True):
-                _fill(batch, library, record, filling)
-        batch.run()
-        for out, identity, part, position, target in moves:
-            for keys, _ in out:
-                move_keys(keys[:, part], identity, position, target)
+                if _fill(batch, library, record, filling, turns):
+                    straight.append((filling, record))
+            batch.run()
+            for filling, record in straight:
+                filling.turn(int(record["layer"]), int(record["layer_count"]), turns)
+
+
+#: Gives the embedding of keys of a width.
+Turns = Callable[[int], Rotation | None]
 
 
 class _Filling(NamedTuple):
-    """Where tokens `part` of a unit go, in the rooms of layers."""
+    """Where tokens `part` of a unit go, in the rooms of layers; keys are moved `shift` on, to `target`."""
 
     layers: range
     part: slice
     rooms: Sequence[KeyValue]
+    target: int
+    shift: int
 
-    def put(self, found: Sequence[KeyValue], layer: int) -> None:
+    def put(self, found: Sequence[KeyValue], layer: int, turns: Turns) -> None:
         """Copy them from a decoded unit, `layer` being its first."""
         for index, (keys, values) in enumerate(found, layer - self.layers.start):
             if 0 <= index < len(self.rooms):
                 room = self.rooms[index]
-                room[0][:], room[1][:] = keys[:, self.part], values[:, self.part]
+                room[1][:] = values[:, self.part]
+                if self.shift:
+                    _move(keys[:, self.part], turns(keys.shape[2]), self.target - self.shift, self.target, room[0])
+                else:
+                    room[0][:] = keys[:, self.part]
+
+    def turn(self, layer: int, count: int, turns: Turns) -> None:
+        """Move the keys of a unit of `count` layers that are in their places."""
+        for index in range(max(layer, self.layers.start), min(layer + count, self.layers.stop)) if self.shift else ():
+            keys = self.rooms[index - self.layers.start][0]
+            _move(keys, turns(keys.shape[2]), self.target - self.shift, self.target)
 
 
 def _taken(source: Snapshot, shift: int, layers: range, start: int, stop: int) -> list[KeyValue]:
@@ -230,26 +250,26 @@ class References:
         return reference_values(self.runs, self.libraries, layers, start, stop, self.owner)
 
 
-def _fill(batch: Batch, library: Library, record: np.void, filling: _Filling) -> None:
-    """Have tokens of a unit decoded to their places, of the layers that are asked for."""
-    layers, part, rooms = filling
-    unit = library.unit(record)
-    whole = part == slice(0, unit.tokens)
-    first = unit.layer - layers.start
+def _fill(batch: Batch, library: Library, record: np.void, filling: _Filling, turns: Turns) -> bool:
+    """Have tokens of a unit decoded, of the layers that are asked for; whether to their places, keys not moved."""
+    rooms, unit = filling.rooms, library.unit(record)
+    whole = filling.part == slice(0, unit.tokens)
+    first = unit.layer - filling.layers.start
     if library.decoded is not None:
         found = library.decoded.get(library, record)
     elif not unit.layers:
         if whole:
             batch.add(library, record, rooms[first])
-            return
+            return True
         found = [library.decode(record)]
     else:
         inside = [rooms[i] if whole and 0 <= i < len(rooms) else None for i in range(first, first + len(unit.layers))]
         targets = [room or fresh(layer, unit.tokens) for room, layer in zip(inside, unit.layers, strict=True)]
         found = library.decode_span(record, targets)
         if whole:
-            return
-    filling.put(found, unit.layer)
+            return True
+    filling.put(found, unit.layer, turns)
+    return False
 
 
 def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int, out: np.ndarray | None = None) -> None:
@@ -266,7 +286,12 @@ def move_keys(keys: np.ndarray, identity: Identity, position: int, target: int, 
     out : ndarray, optional
         Where the moved keys go, of the same shape and dtype.
     """
-    rotation = Rotation.of(identity.rope, identity.keys, keys.shape[2])
+    _move(keys, Rotation.of(identity.rope, identity.keys, keys.shape[2]), position, target, out)
+
+
+def _move(
+    keys: np.ndarray, rotation: Rotation | None, position: int, target: int, out: np.ndarray | None = None
+) -> None:
     if rotation is not None:
         from pltpack.codec.moving import move
 

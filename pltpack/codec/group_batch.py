@@ -17,13 +17,14 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from pltpack.codec import dequantize, quantize, rans, rans_scalar, rans_simd, tokens
+from pltpack.codec import dequantize, quantize, rans, rans_scalar, rans_simd, tokens, vectors
 from pltpack.codec.base import DecodeJob
 from pltpack.codec.compiled import address_of, head_stride, items_at
 from pltpack.codec.group_decode import HEADER, MEAN_UNIT, OWN_MEANS, REFERENCED, SHIFTED, Layer
 from pltpack.codec.rans_scalar import LANES, STATE_LOW
 from pltpack.codec.rope import Rotation
 from pltpack.codec.tokens import COPY, EXACT, SHIFTS
+from pltpack.codec.vectors import BLOCK
 
 _HEADER_BYTES = HEADER.size
 _RANS_HEADER = rans.HEADER_BYTES
@@ -139,24 +140,26 @@ def _tokens(unit: Any, address: int, stride: int) -> Any:
 @numba.njit(nogil=True, cache=True)
 def _centres(words: Any, turn: int, cos: Any, sin: Any, out: Any) -> None:
     """A reference's values in binary32 ``[H, T, D]``, without their rotation."""
-    bits, half = out.view(np.uint32), cos.shape[1]
+    bits, half, dim = out.view(np.uint32), cos.shape[1] if turn else 0, out.shape[2]
+    # What is turned by whole blocks of pairs, and what is turned otherwise or not at all.
+    pairs = half // BLOCK * BLOCK if turn == 1 else 0
+    first = 2 * half if turn == 1 and pairs == half else 0
+    whole = dim // BLOCK * BLOCK
     for h in range(out.shape[0]):
         for t in range(out.shape[1]):
-            row, wide = words[h, t], bits[h, t]
-            for d in range(wide.size):
-                wide[d] = np.uint32(row[d]) << np.uint32(16)
-            if turn == 1:
-                first, second, c, s = out[h, t, :half], out[h, t, half : 2 * half], cos[t], sin[t]
-                for i in range(half):
-                    x, y = first[i], second[i]
-                    first[i] = x * c[i] + y * s[i]
-                    second[i] = y * c[i] - x * s[i]
-            elif turn == 2:
-                line = out[h, t]
-                for i in range(half):
-                    x, y = line[2 * i], line[2 * i + 1]
-                    line[2 * i] = x * cos[t, i] + y * sin[t, i]
-                    line[2 * i + 1] = y * cos[t, i] - x * sin[t, i]
+            row, line, wide = words[h, t], out[h, t], bits[h, t]
+            if first < dim:
+                for d in range(0, whole, BLOCK):
+                    vectors.widen(row, d, line, d)
+                for d in range(whole, dim):
+                    wide[d] = np.uint32(row[d]) << np.uint32(16)
+            for i in range(0, pairs, BLOCK):
+                vectors.unturn(row, i, half + i, cos[t], sin[t], i, line, i, half + i)
+            for i in range(pairs, half):
+                at, other = (2 * i, 2 * i + 1) if turn == 2 else (i, half + i)
+                x, y, c, s = line[at], line[other], cos[t, i], sin[t, i]
+                line[at] = x * c + y * s
+                line[other] = y * c - x * s
 
 
 @numba.njit(nogil=True, cache=True)

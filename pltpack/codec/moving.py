@@ -11,6 +11,7 @@ import ml_dtypes
 import numba
 import numpy as np
 
+from pltpack.codec import vectors
 from pltpack.codec.rope import Rotation
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -37,7 +38,7 @@ def move(keys: np.ndarray, rotation: Rotation, position: int, target: int, out: 
     for at in range(0, keys.shape[1], _TOKENS):
         part = keys[:, at : at + _TOKENS]
         room = part if out is None else out[:, at : at + _TOKENS]
-        if keys.dtype == _BF16:
+        if keys.dtype == _BF16 and part.strides[2] == room.strides[2] == _BF16.itemsize:
             tokens = part.shape[1]
             tables = *rotation.tables(position + at, tokens), *rotation.tables(target + at, tokens)
             _move_bf16(part.view(np.uint16), *tables, rotation.interleaved, room.view(np.uint16))
@@ -62,9 +63,15 @@ def _move_bf16(words: Any, cos: Any, sin: Any, to_cos: Any, to_sin: Any, interle
     bits = line.view(np.uint32)
     first, second, rest = bits[:half], bits[half : 2 * half], bits[2 * half :]
     u, v = line[:half], line[half : 2 * half]
+    # Whole blocks of pairs and nothing else, as in most models: no memory between words and words.
+    usual = not interleaved and half % vectors.BLOCK == 0 and 2 * half == dim
     for h in range(heads):
         for t in range(tokens):
             row, target = words[h, t], out[h, t]
+            if usual:
+                for i in range(0, half, vectors.BLOCK):
+                    vectors.move(row, i, half + i, cos[t], sin[t], to_cos[t], to_sin[t], i, target, i, half + i)
+                continue
             if interleaved:
                 for i in range(half):
                     first[i] = np.uint32(row[2 * i]) << np.uint32(16)

@@ -212,3 +212,65 @@ def turned_bfloat(typing: Any, line: Any, at: Any, high: Any, cos: Any, sin: Any
         return context.get_dummy_value()
 
     return types.none(line, at, high, cos, sin, angle, words, to, to_high), emit
+
+
+@intrinsic
+def widen(typing: Any, words: Any, at: Any, out: Any, to: Any) -> Any:
+    """Convert 16 bfloat16 words (uint16) at `at` to binary32 values at `to`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        e.store(_widened(e, 0, e.offset(1)), 2, e.offset(3), _F32)
+        return context.get_dummy_value()
+
+    return types.none(words, at, out, to), emit
+
+
+@intrinsic
+def unturn(typing: Any, words: Any, at: Any, high: Any, cos: Any, sin: Any, angle: Any, out: Any, to: Any,
+           to_high: Any) -> Any:  # fmt: skip
+    """Rotate back 16 pairs of bfloat16 words at `at` and at `high`, to binary32 values at `to` and at `to_high`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        x, y = _back(e, _widened(e, 0, e.offset(1)), _widened(e, 0, e.offset(2)), 3, 4, e.offset(5))
+        e.store(x, 6, e.offset(7), _F32)
+        e.store(y, 6, e.offset(8), _F32)
+        return context.get_dummy_value()
+
+    return types.none(words, at, high, cos, sin, angle, out, to, to_high), emit
+
+
+@intrinsic
+def move(typing: Any, words: Any, at: Any, high: Any, cos: Any, sin: Any, to_cos: Any, to_sin: Any, angle: Any,
+         out: Any, to: Any, to_high: Any) -> Any:  # fmt: skip
+    """Rotate back 16 pairs of bfloat16 words, then to other positions, as `pltpack.codec.moving.move` rounds them."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        e = _Emitter(context, builder, signature, arguments)
+        x, y = _back(e, _widened(e, 0, e.offset(1)), _widened(e, 0, e.offset(2)), 3, 4, e.offset(7))
+        c, s = e.load(5, e.offset(7), _F32), e.load(6, e.offset(7), _F32)
+        first = builder.fsub(builder.fmul(x, c), builder.fmul(y, s))
+        second = builder.fadd(builder.fmul(y, c), builder.fmul(x, s))
+        for value, place in ((first, e.offset(9)), (second, e.offset(10))):
+            e.store(_finite_or_zero(e, value), 8, place, _I16)
+        return context.get_dummy_value()
+
+    return types.none(words, at, high, cos, sin, to_cos, to_sin, angle, out, to, to_high), emit
+
+
+def _widened(e: _Emitter, array: int, offset: Any) -> Any:
+    wide = e.b.zext(e.load(array, offset, _I16), ir.VectorType(_I32, BLOCK))
+    return e.b.bitcast(e.b.shl(wide, e.constant(16, _I32)), ir.VectorType(_F32, BLOCK))
+
+
+def _back(e: _Emitter, x: Any, y: Any, cos: int, sin: int, angle: Any) -> tuple[Any, Any]:
+    c, s = e.load(cos, angle, _F32), e.load(sin, angle, _F32)
+    return e.b.fadd(e.b.fmul(x, c), e.b.fmul(y, s)), e.b.fsub(e.b.fmul(y, c), e.b.fmul(x, s))
+
+
+def _finite_or_zero(e: _Emitter, value: Any) -> Any:
+    """As `_finite`, but 0 for what is not finite."""
+    exponent = e.constant(0x7F800000, _I32)
+    bits = e.b.and_(e.b.bitcast(value, ir.VectorType(_I32, BLOCK)), exponent)
+    return e.b.select(e.b.icmp_unsigned("==", bits, exponent), e.constant(0, _I16), _finite(e, value))

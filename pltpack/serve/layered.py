@@ -137,7 +137,7 @@ def _has_reference(shard: Shard, record: np.void, layers: range) -> bool:
 def _units(shard: Shard, piece: Piece) -> Iterator[tuple[Segment, np.void, int, int]]:
     """Units of the first layer: where each holds all layers of the piece, those of the others."""
     start, stop, layer = piece.start, piece.stop, piece.layers.start
-    yield from mapped_units(shard.exact_runs, shard.libraries, layer, start, stop)
+    yield from mapped_units(shard.exact_runs, shard.libraries, range(layer, layer + 1), start, stop)
     for record in own_units(shard, layer, start, stop):
         first = int(record["token_start"])
         yield shard, record, max(first, start), min(first + int(record["token_count"]), stop)

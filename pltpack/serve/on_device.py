@@ -197,7 +197,10 @@ def _view(words: Any, pages: Pages, heads: int, tokens: int, dim: int) -> Any:
 
 
 def _mapped(shard: Shard, piece: Piece, layer: int) -> Iterator[_Source]:
-    for library, record, first, last in mapped_units(shard.exact_runs, shard.libraries, layer, piece.start, piece.stop):
+    layers = range(layer, layer + 1)
+    for library, record, first, last in mapped_units(
+        shard.exact_runs, shard.libraries, layers, piece.start, piece.stop
+    ):
         yield _Source(library, record, first, last, library.position_of(record))
 
 

@@ -65,6 +65,6 @@ def _units_of(shard: Shard, piece: Piece) -> Iterator[tuple[Segment, np.void]]:
         for record in own_units(shard, layer, start, stop):
             yield shard, record
         for runs in (shard.exact_runs, shard.predicted_runs):
-            for library, record, _, _ in mapped_units(runs, shard.libraries, layer, start, stop):
+            for library, record, _, _ in mapped_units(runs, shard.libraries, range(layer, layer + 1), start, stop):
                 if library.resident is None or not library.resident.holds(library, record):
                     yield library, record
