@@ -69,7 +69,8 @@ geometry = st.builds(LayerGeometry, st.integers(1, 3), st.sampled_from([4, 32, 6
 @QUICK
 @given(st.lists(geometry, min_size=1, max_size=3), st.lists(st.integers(1, 70), min_size=1, max_size=4),
        st.sampled_from([{}, {"style": "half"}, {"style": "interleaved"}, {"dim": 4}]),
-       st.sampled_from([0.0, 1.0, 40.0]), st.lists(st.sampled_from([None, 0.0, 0.02, 0.3]), min_size=1, max_size=3))  # fmt: skip
+       st.sampled_from([0.0, 1.0, 40.0]),
+       st.lists(st.sampled_from([None, 0.0, 0.02, 0.3]), min_size=1, max_size=3))  # fmt: skip
 def test_group_batches_decode_what_units_decode(kernel, geometries, counts, turn, scale, nearness):
     """Without references and with those that are equal, near or farther away."""
     codec = started(GroupCodec(3), geometries, {"type": "default", "theta": 10000.0, **turn} if turn else None)
