@@ -345,6 +345,12 @@ class Container:
             return memoryview(self._opened(offset, length))
         return self.source.mapped(self._payload_at + offset, length)
 
+    def in_file(self, offset: int) -> tuple[FileSource, int] | None:
+        """The open file of this machine that holds the payload as it is, and where; None if there is none such."""
+        if self._sealed is None and isinstance(self.source, FileSource) and self.source.fd >= 0:
+            return self.source, self._payload_at + offset
+        return None
+
     def payload_sha256(self) -> str:
         """SHA-256 of the payload as it is stored, read in pieces."""
         digest = hashlib.sha256()

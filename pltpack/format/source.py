@@ -90,6 +90,11 @@ class FileSource(Source):
             self.close()
             raise FormatError("not a regular file", path)
 
+    @property
+    def fd(self) -> int:
+        """Descriptor of the open file; -1 where none is kept open."""
+        return self._fd
+
     def read(self, offset: int, length: int) -> bytes:
         """See `Source.read`."""
         if self._reopen_as is None:

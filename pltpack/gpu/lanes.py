@@ -82,6 +82,22 @@ class Lanes:
             self._decode.wait_event(self._copy.record())
         return found
 
+    def room(self, size: int) -> Any:
+        """Device memory uint8 ``[size]``, not initialized, which nothing on any stream reads or writes any more."""
+        # The copy stream's: see `upload`.
+        with contextlib.nullcontext() if self._copy is None else self._copy:
+            return device.arrays().empty(size, np.uint8)
+
+    def download(self, there: Any) -> np.ndarray:
+        """Contiguous bytes of the device in a pinned buffer, by the copy stream; waited for."""
+        host = self.buffer(there.size)
+        if self._copy is None:
+            host[:] = there
+        else:
+            there.get(self._copy, out=host, blocking=False)
+            self._copy.record().synchronize()
+        return host
+
     def wait(self) -> None:
         """Wait for what is on the decode stream now, and not for what others put on it meanwhile."""
         if self._decode is not None:

@@ -26,7 +26,7 @@ from pltpack.serve.job import Job
 from pltpack.serve.misses import LASTING, MissError, Misses, reason_of
 from pltpack.serve.prefixes import Hit, PrefixIndex, library_paths
 from pltpack.serve.preparation import prepare_loader
-from pltpack.serve.staged import Reads, staged, staged_shard
+from pltpack.serve.staged import Reads, direct_to, staged, staged_shard
 from pltpack.serve.stream import LoadedLayer, Stream, Work
 from pltpack.snapshot import Identity
 from pltpack.snapshot import token_ids as checked_ids
@@ -67,6 +67,8 @@ class Loader:
         Limit for reading, to see what a slower disk would do.
     mapped : bool
         Map files instead of copying from them: see `pltpack.serve.staged.Reads`.
+    direct : bool
+        Read to the device by kvikio, past the host's page cache: see `pltpack.gpu.direct`.
     quality : callable, optional
         Asked for every hit that `lookup` finds: by how many percent the perplexity of who continued from its session
         rose, or None if that is not known. `report` says the same of its own accord.
@@ -97,6 +99,7 @@ class Loader:
         timeout: float | None = None,
         read_bytes_per_second: float | None = None,
         mapped: bool = False,
+        direct: bool = False,
         quality: Callable[[Hit], float | None] | None = None,
         on_alert: Callable[[Alert], object] | None = None,
         limits: AlertLimits | None = None,
@@ -116,7 +119,7 @@ class Loader:
             own.require_loadable(identity, tuple(accept_unknown), str(archive.path))
         self.archive, self.salt = archive, None if identity is None else identity.salt
         self._depth, self._workers, self._timeout = depth, workers, timeout
-        self._reads = Reads(read_bytes_per_second, mapped)
+        self._reads = Reads(read_bytes_per_second, mapped, direct_to(backend, device) if direct else None)
         self._device = None if backend is None else _stages(backend, int(memory * CENTROID_SHARE))
         self._centroids = Centroids(int(memory * CENTROID_SHARE)) if self._device is None else self._device.centroids
         # Garbage collection may end a stream, and so a load, in the middle of anything.
@@ -128,7 +131,7 @@ class Loader:
         self.counters, self._quality = Counters(), quality
         raw = None if fallback is None else fallback.loader(
             device, depth=depth, memory=memory, workers=workers, identity=identity, accept_unknown=accept_unknown,
-            timeout=timeout,
+            timeout=timeout, direct=direct,
         )  # fmt: skip
         self._fallbacks = Fallbacks(LoadGuard(limits, on_alert), raw)
 
@@ -349,6 +352,7 @@ class Loader:
         self._centroids.clear()
         if self._device is not None:
             self._device.backend.lanes.close()
+        self._reads.close()
         self._index = None
         if self._fallbacks.raw is not None:
             self._fallbacks.raw.close()

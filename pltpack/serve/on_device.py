@@ -65,7 +65,7 @@ class _Place:
 
     def decode(self, segment: Segment, record: np.void, payload: Any) -> list[WordPair]:
         """See `Place.decode`."""
-        host, there = payload if isinstance(payload, _Kept) else (payload, None)
+        host, there = payload if isinstance(payload, _Kept) else (payload, _there(segment, record))
         found: list[WordPair] = self._stages.decode_centroid(segment, record, memoryview(host), there)
         return found
 
@@ -151,7 +151,8 @@ class DeviceStages:
                 fresh = self._fresh(unit.layers or (unit.geometry,), unit.tokens)
                 places, slot = tuple(place for _, place in fresh), 0
                 copies.append((source, [pair for pair, _ in fresh]))
-            job = Job(memoryview(segment.checked_payload(record)), unit, places, slot)
+            payload = memoryview(segment.checked_payload(record))
+            job = Job(payload, unit, places, slot, kept=_there(segment, record))
             codec = segment.codec_of(record).on_host
             codecs.setdefault(id(codec), (segment, codec, []))[-1].append(job)
         for named, codec, jobs in codecs.values():
@@ -190,6 +191,12 @@ class DeviceStages:
                 out[index] = (_view(words, place.keys, layers[index].heads, tokens, layers[index].k_dim),
                               _view(words, place.values, layers[index].heads, tokens, layers[index].v_dim)), place
         return [out[index] for index in range(len(layers))]
+
+
+def _there(segment: Segment, record: np.void) -> Any:
+    """A unit's payload where a direct read has brought it to the device; else None."""
+    container: Any = segment.container
+    return container.on_device(int(record["offset"]), int(record["length"]))
 
 
 def _view(words: Any, pages: Pages, heads: int, tokens: int, dim: int) -> Any:

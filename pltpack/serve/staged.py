@@ -11,14 +11,21 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from pltpack.archive.library import Library
 from pltpack.archive.segments import Segment
 from pltpack.archive.shard import Shard
+from pltpack.errors import UnsupportedError
 from pltpack.format.container import Container
+from pltpack.format.tables import FLAG_REFERENCE
+
+if TYPE_CHECKING:
+    from pltpack.format.source import FileSource
+    from pltpack.gpu.backend import Backend
+    from pltpack.gpu.direct import DirectRead, DirectReads
 
 AnySegment = TypeVar("AnySegment", bound=Segment)
 
@@ -29,6 +36,9 @@ class Part(NamedTuple):
     container: StagedContainer
     offset: int
     data: bytes | memoryview
+    #: What brings the bytes to a device, until `arrived`; then where they are there.
+    coming: DirectRead | None = None
+    there: Any = None
 
 
 class _Held(threading.local):
@@ -58,10 +68,14 @@ class Reads:
     mapped : bool
         Map files into memory instead of copying from them. Faster by one copy; but a file that somebody shortens in
         place while it is mapped ends the process, where a copying read makes a miss of it.
+    direct : DirectReads, optional
+        What reads to the device, where that can be.
     """
 
-    def __init__(self, bytes_per_second: float | None = None, mapped: bool = False) -> None:
-        self._speed, self._mapped = bytes_per_second, mapped
+    def __init__(
+        self, bytes_per_second: float | None = None, mapped: bool = False, direct: DirectReads | None = None
+    ) -> None:
+        self._speed, self._mapped, self.direct = bytes_per_second, mapped, direct
         self._free_at, self._lock = 0.0, threading.Lock()
         #: Payload bytes read so far.
         self.bytes = 0
@@ -72,6 +86,11 @@ class Reads:
         # What is encrypted is never in place, and one copy less than `payload` makes of it.
         in_place = self._mapped or container.seal is not None
         data = container.mapped(offset, length) if in_place else container.payload(offset, length)
+        self.add(length, sleep)
+        return data
+
+    def add(self, length: int, sleep: Callable[[float], object]) -> None:
+        """Count bytes that were read, and wait where the speed is limited."""
         with self._lock:
             self.bytes += length
         if self._speed:
@@ -80,7 +99,11 @@ class Reads:
                 self._free_at = max(now, self._free_at) + length / self._speed
                 pause = self._free_at - now
             sleep(pause)
-        return data
+
+    def close(self) -> None:
+        """Close what direct reads have open."""
+        if self.direct is not None:
+            self.direct.close()
 
 
 class StagedContainer:
@@ -104,15 +127,75 @@ class StagedContainer:
         """See `Container.payload_into`."""
         buffer[:] = self.payload(offset, len(buffer))
 
-    def read(self, offset: int, length: int, sleep: Callable[[float], object]) -> Part:
-        """Read bytes for `holding`."""
+    def will_need(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """See `Container.will_need`; what goes past the host's page cache is not to be read into it."""
+        if self._direct(0) is None:
+            self._container.will_need(ranges)
+
+    def read(self, offset: int, length: int, sleep: Callable[[float], object], direct: bool = False) -> Part:
+        """Read bytes for `holding`, or have them brought to the device, if that can be and `direct` says so."""
+        found = self._direct(offset) if direct else None
+        if found is None:
+            return self._part(offset, length, sleep)
+        reads, source, at = found
+        try:
+            coming = reads.begin(source, at, length)
+        except Exception as error:
+            return self._after(error, offset, length, sleep)
+        self._reads.add(length, sleep)
+        return Part(self, offset, bytes(0), coming)
+
+    def arrived(self, part: Part) -> Part:
+        """A part when its bytes are here."""
+        if part.coming is None or self._reads.direct is None:
+            return part
+        try:
+            there, data = self._reads.direct.finish(part.coming)
+        except Exception as error:
+            return self._after(error, part.offset, part.coming.length)
+        return Part(self, part.offset, data, there=there)
+
+    def on_device(self, offset: int, length: int) -> Any:
+        """Payload bytes that this thread holds, on the device, uint8; None if they are not there."""
+        part = self._held(offset, length)
+        there = None if part is None else part.there
+        return None if part is None or there is None else there[offset - part.offset : offset - part.offset + length]
+
+    def _direct(self, offset: int) -> tuple[DirectReads, FileSource, int] | None:
+        reads = self._reads.direct
+        place = self._container.in_file(offset) if reads is not None and reads.usable else None
+        return None if reads is None or place is None else (reads, *place)
+
+    def _part(self, offset: int, length: int, sleep: Callable[[float], object] = time.sleep) -> Part:
         return Part(self, offset, memoryview(self._reads.read(self._container, offset, length, sleep)))
 
+    def _after(self, error: Exception, offset: int, length: int,
+               sleep: Callable[[float], object] = time.sleep) -> Part:  # fmt: skip
+        # Raises what is wrong with the file, if it is the file.
+        part = self._part(offset, length, sleep)
+        if self._reads.direct is not None:
+            self._reads.direct.give_up(error)
+        return part
+
     def _find(self, offset: int, length: int) -> memoryview | None:
-        for container, start, data in _held.parts:
-            if container is self and start <= offset and offset + length <= start + len(data):
-                return memoryview(data)[offset - start : offset - start + length]
+        part = self._held(offset, length)
+        return None if part is None else memoryview(part.data)[offset - part.offset : offset - part.offset + length]
+
+    def _held(self, offset: int, length: int) -> Part | None:
+        for part in _held.parts:
+            if part.container is self and part.offset <= offset and offset + length <= part.offset + len(part.data):
+                return part
         return None
+
+
+def direct_to(backend: Backend | None, device: str) -> DirectReads:
+    """Reads to a loader's device; `UnsupportedError` if it is none, or kvikio is missing."""
+    from pltpack.gpu.backend import CudaBackend
+    from pltpack.gpu.direct import DirectReads
+
+    if not isinstance(backend, CudaBackend):
+        raise UnsupportedError(f"direct reads go to a CUDA device, which {device!r} is not here")
+    return DirectReads(backend.lanes)
 
 
 def staged(segment: AnySegment, reads: Reads) -> AnySegment:
@@ -147,6 +230,19 @@ def ranges(units: Sequence[tuple[Segment, np.void]]) -> Iterator[tuple[StagedCon
             end = last
         if end > begin:
             yield containers[key], begin, end
+
+
+def begin_reads(places: Sequence[tuple[StagedContainer, int, int]], units: Sequence[tuple[Segment, np.void]],
+                sleep: Callable[[float], object]) -> list[Part]:  # fmt: skip
+    """Read some units from their `ranges`, or begin to; `arrived` gives what `holding` takes."""
+    # References are undone on the host.
+    direct = not any(record["flags"] & FLAG_REFERENCE for _, record in units)
+    return [container.read(begin, end - begin, sleep, direct) for container, begin, end in places]
+
+
+def arrived(parts: Sequence[Part]) -> list[Part]:
+    """Parts when their bytes are here."""
+    return [part.container.arrived(part) for part in parts]
 
 
 def advise(parts: Sequence[tuple[StagedContainer, int, int]]) -> None:

@@ -26,7 +26,7 @@ from pltpack.serve.job import Job, LoadedLayer
 from pltpack.serve.layered import LayeredStep, cut, is_layered
 from pltpack.serve.misses import Cancelled, MissError, TimedOut
 from pltpack.serve.plan import Piece, pieces_of, units_of
-from pltpack.serve.staged import Part, StagedContainer, advise, holding, ranges
+from pltpack.serve.staged import Part, StagedContainer, advise, arrived, begin_reads, holding, ranges
 from pltpack.serve.timeline import Timeline
 from pltpack.snapshot import LayerGeometry
 
@@ -112,7 +112,7 @@ class Work:
                 if index + 1 < len(self._pieces):
                     following = self._flight(self._pieces[index + 1])
                     advise(following[1])
-                flight.parts = [container.read(start, end - start, self._pause) for container, start, end in places]
+                flight.parts = begin_reads(places, flight.units, self._pause)
                 self.timeline.add("read", piece.label, begin, time.perf_counter())
                 if not outlet.put(flight):
                     return
@@ -148,6 +148,7 @@ class Work:
                 outlet.leave()
 
     def _check(self, flight: _Flight) -> None:
+        flight.parts = arrived(flight.parts)
         with holding(flight.parts):
             for segment, record in flight.units:
                 segment.checked_payload(record)
