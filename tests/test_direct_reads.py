@@ -214,7 +214,7 @@ def test_a_file_that_ends_early_is_a_miss_and_no_reason_to_give_up(alone, kvikio
     assert [name for name, _ in messages] == ["pltpack.serve"]
 
 
-def test_files_are_opened_once_and_closed_after_many_loads(alone, kvikio):
+def test_files_are_opened_once_and_closed_after_many_loads(alone, kvikio, messages):
     files = open_files()
     with pltpack.open(alone) as archive:
         with archive.loader(device="cuda", direct=True, workers=1) as loader:
@@ -222,8 +222,7 @@ def test_files_are_opened_once_and_closed_after_many_loads(alone, kvikio):
             assert equal(loader.load(hit), archive.read("a"), 4)
             for _ in range(49):
                 fail_after_reading(loader, hit)
-                with loader.stream(hit, Contiguous(*zeros())) as stream:
-                    stream.cancel()
+                loader.stream(hit, Contiguous(*zeros())).close()
             loader._device.backend.limit = None
             assert equal(loader.load(hit), archive.read("a"), 4)
         assert kvikio.reads >= 51 and kvikio.most == 1 and not loader_threads()
