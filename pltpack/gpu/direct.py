@@ -1,7 +1,6 @@
 """Bytes of files straight to device memory by kvikio (NVIDIA GPUDirect Storage), past the host's page cache.
 
-Checksums and fixed parts of payloads are the host's, which gets a copy of what has come to the device: what is
-checked is what is decoded.
+Checksums are the host's, which gets a copy of what has come to the device: what is checked is what is decoded.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from pltpack.gpu.lanes import Lanes
 #: Reads that do not begin and end at a page are done in parts, not all of which go past the host.
 _PAGE = 4096
 _log = logging.getLogger("pltpack.gpu")
-#: Reads that may still write to their device memory, which must not be given to others before.
-_running: set[DirectRead] = set()
+#: Reads that nobody waits for (yet), and that may still write to their device memory: it must not be given to others.
+_loose: set[DirectRead] = set()
+# Garbage collection may close a loader in the middle of anything.
+_lock = threading.RLock()
 
 
 class _File:
@@ -44,14 +45,16 @@ class DirectRead:
         self._room = lanes.room(self._size)
         # One task: of several, some would go on writing when another has failed.
         self.future = file.open.pread(self._room, self._size, first, self._size)
-        _running.add(self)
+        _loose.add(self)
 
     def wait(self) -> Any:
         """The bytes on the device, uint8 ``[length]``; raises what kvikio does, and `OSError` if too few came."""
+        # A future must not be asked whether it is done once its result is taken.
+        with _lock:
+            _loose.discard(self)
         try:
             count = self.future.get()
         finally:
-            _running.discard(self)
             self._file = None
         if count != self._size:
             raise OSError(f"kvikio read {count} of {self._size} bytes")
@@ -78,7 +81,7 @@ class DirectReads:
         except Exception as error:
             raise UnsupportedError(f"direct reads need kvikio ({error}): pip install 'pltpack[gds12]' or "
                                    "'pltpack[gds13]'") from error  # fmt: skip
-        self._lanes, self._lock = lanes, threading.Lock()
+        self._lanes = lanes
         self._files: weakref.WeakKeyDictionary[FileSource, _File] = weakref.WeakKeyDictionary()
         #: Whether reads are still to be tried.
         self.usable = True
@@ -86,9 +89,8 @@ class DirectReads:
     def begin(self, source: FileSource, offset: int, length: int) -> DirectRead:
         """Start reading from an open file; raises whatever kvikio or the device does."""
         _forget_done()
-        with self._lanes as lanes:
-            with self._lock:
-                file = self._files.get(source) or self._files.setdefault(source, _File(source))
+        with self._lanes as lanes, _lock:
+            file = self._files.get(source) or self._files.setdefault(source, _File(source))
             return DirectRead(file, source.size, lanes, offset, length)
 
     def finish(self, read: DirectRead) -> tuple[Any, memoryview]:
@@ -99,20 +101,19 @@ class DirectReads:
 
     def give_up(self, error: Exception) -> None:
         """Begin no more reads, since one failed of a file that the host could read; logged once."""
-        with self._lock:
+        with _lock:
             before, self.usable = self.usable, False
         if before:
             _log.warning("direct reads failed, files are read through the host from now on: %s", error)
 
     def close(self) -> None:
         """Close the files, once no read holds them."""
-        with self._lock:
+        with _lock:
             self._files.clear()
         _forget_done()
 
 
 def _forget_done() -> None:
     """Let go of reads that nobody waited for, as their load was cancelled, once nothing of them is written."""
-    for read in list(_running):
-        if read.future.done():
-            _running.discard(read)
+    with _lock:
+        _loose.difference_update([read for read in _loose.copy() if read.future.done()])
