@@ -134,7 +134,7 @@ def _add_library(add: Callable[..., Tree], parent: Tree, segment: Mapping[str, A
     for node in segment["nodes"]:
         start, tokens = node["position"], node["tokens"]
         behind = "" if node["parent"] is None else f", behind node {node['parent']}"
-        add(branch, f"node {node['node']}", f"tokens {start}:{start + tokens}, {count(node['visits'], 'session')}, "
+        add(branch, f"node {node['node']}", f"tokens {start}:{start + tokens}, {count(node['sessions'], 'session')}, "
             f"{count(node['units'], 'unit')}, {size(node['bytes'])}{behind}")  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import click
@@ -38,4 +39,6 @@ def serve_metrics(
         return
     with MetricsServer(collector, port, host) as server:
         print_json({"url": server.url}) if as_json else click.echo(server.url)
-        server.wait()
+        # To interrupt it is how it is stopped.
+        with contextlib.suppress(KeyboardInterrupt):
+            server.wait()

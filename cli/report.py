@@ -14,7 +14,7 @@ from pltpack_cli.progress import progress_bars
 @click.command(short_help="Write one page about an archive: what it holds, shares, costs.")
 @archive_argument
 @click.option("-o", "--output", type=PATH, required=True, metavar="HTML",
-              help="Page to write, replaced if it is there.")  # fmt: skip
+              help="Page to write; one that is there is replaced.")  # fmt: skip
 @click.option("--scores", type=PATH, metavar="FILE", help="What pltpack score --json printed: the curve of rate and "
               "distortion, and each session's quality.")  # fmt: skip
 @click.option("--against", "dumps", multiple=True, type=PATH, metavar="DUMP",
@@ -44,7 +44,7 @@ def report(
     against = list(open_dumps(dumps, format=format_, tokens=tokens)) if dumps else []
     with pltpack.open(archive, profile=profile) as opened, progress_bars() as progress:
         found = gather(opened, scores=scores, against=against, text=text, progress=progress)
-    with replacing(output) as temp:
+    with replacing(output, b"<!doctype html>") as temp:
         temp.write_text(page(found, pltpack.__version__), encoding="utf-8")
     errors = None if found["errors"] is None else found["errors"]["how"]
     if as_json:

@@ -93,7 +93,7 @@ def write_svg(view: Mapping[str, Any], limit: int, archive: str, path: Path) -> 
             node["saved_bytes"], node["information"] / node["tokens"] if node["information"] is not None else None)
         for node in _drawn(view, limit)
     ]  # fmt: skip
-    with replacing(path) as temp:
+    with replacing(path, b"<svg ") as temp:
         temp.write_text(svg(f"{archive}: {_head(view)}", rows), encoding="utf-8")
 
 

@@ -55,6 +55,11 @@ class TestCorridor:
         stats = done_json("append", target, dumps / "beta.safetensors", dumps / "gamma.safetensors")
         assert (stats["sessions"], stats["quality"]) == (3, "lossless")
         before = done_json("inspect", target)
+        for segment in before["libraries"]:
+            for node in segment["nodes"]:
+                rows = [row for entry in before["sessions"] for row in entry["mapping"]]
+                behind = [row for row in rows if (row["library"], row["node"]) == (segment["file"], node["node"])]
+                assert node["sessions"] == len(behind) > 0
         after = done_json("compact", target)
         assert after["sessions"] == 3
         assert len(done_json("inspect", target)["libraries"]) == 1 <= len(before["libraries"])

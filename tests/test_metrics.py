@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import time
 import urllib.parse
@@ -154,9 +155,10 @@ def test_the_server_answers_and_says_when_it_cannot(path):
         url = process.stdout.readline().decode().strip()
         with urllib.request.urlopen(url) as answer:
             assert b"pltpack_up{" in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
     finally:
-        process.terminate()
-        process.wait(30)
+        process.kill()
 
 
 def test_dashboard_and_rules_name_only_metrics_that_there_are(path):

@@ -177,6 +177,18 @@ class TestPage:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["r.html", "scores.json"]
         assert written(lossy, out) != before
 
+    def test_it_replaces_pages_only(self, archive: Path, tmp_path: Path) -> None:
+        key = tmp_path / "key"
+        key.write_bytes(b"k" * 32)
+        for taken, fact in ((key, "does not begin with"), (archive / "MANIFEST.json", "folder of an archive")):
+            before = taken.read_bytes()
+            for command in (("report", archive, "-o", taken), ("inspect", archive, "--trie", "--svg", taken)):
+                result = run(*command)
+                assert result.exit_code == 2
+                assert fact in result.stderr and str(taken) in result.stderr
+                assert taken.read_bytes() == before
+        done("verify", archive)
+
 
 class TestScores:
     def test_the_archive_is_found_by_its_size(self, lossy: Path, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,23 +110,27 @@ def _saved_bytes(shard: Shard) -> int:
 def describe(archive: Archive) -> dict[str, Any]:
     """Everything `inspect` shows: generation, identity, library segments with their nodes, sessions with mappings."""
     manifest = archive.manifest
+    users: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for shard in map(archive.shard, archive.sessions):
+        for library, node in {(int(run["library"]), int(run["node"])) for run in shard.runs}:
+            users[shard.libraries[library].entry.file][node] += 1
     return {
         "path": str(archive.path), "generation": manifest.generation, "block": manifest.block,
         "dedup": manifest.dedup, "identity": manifest.identity.to_json(),
         "identity_sha256": manifest.identity.digest(), "stats": archive_stats(archive),
-        "libraries": [_library(library) for library in archive.libraries],
+        "libraries": [_library(library, users[library.entry.file]) for library in archive.libraries],
         "sessions": [_session(archive.shard(name)) for name in archive.sessions],
     }  # fmt: skip
 
 
-def _library(library: Library) -> dict[str, Any]:
+def _library(library: Library, users: Mapping[int, int]) -> dict[str, Any]:
     nodes = []
     for index, node in enumerate(library.nodes):
         nodes.append({
             "node": index, "parent": None if node["parent"] == NO_NODE else int(node["parent"]),
             "parent_library": int(node["parent_library"]), "position": int(node["position"]),
-            "tokens": int(node["length"]), "visits": int(node["visits"]), "units": int(node["unit_count"]),
-            "bytes": int(library.units_of(index)["length"].sum()),
+            "tokens": int(node["length"]), "visits": int(node["visits"]), "sessions": users[index],
+            "units": int(node["unit_count"]), "bytes": int(library.units_of(index)["length"].sum()),
         })  # fmt: skip
     return {
         "file": library.entry.file, "bytes": library.entry.bytes, "sha256": library.entry.head_sha256,

@@ -29,18 +29,29 @@ def make_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, begins: bytes | None = None) -> Iterator[Path]:
     """Give a temporary name to write to; on success the file there takes the place of `path`, else it is removed.
+
+    Parameters
+    ----------
+    path : Path
+    begins : bytes, optional
+        What a file that is there must begin with to be replaced.
 
     Raises
     ------
     DumpError
         If the system refuses the write.
     ConflictError
-        If `path` is a folder.
+        If `path` is a folder, lies in an archive's, or is a file of another kind.
     """
     if path.is_dir():
         raise ConflictError("is a folder", path)
+    if any((folder / "MANIFEST.json").is_file() and (folder / "shards").is_dir()
+           for folder in path.resolve().parents[:2]):  # fmt: skip
+        raise ConflictError("lies in the folder of an archive: write it elsewhere", path)
+    if begins is not None and path.exists() and _head(path, len(begins)) != begins:
+        raise ConflictError(f"exists already and does not begin with {begins.decode()!r}: write to another file", path)
     temp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
         yield temp
@@ -51,6 +62,16 @@ def replacing(path: Path) -> Iterator[Path]:
         raise DumpError(f"cannot be written ({error.strerror or error})", path) from error
     finally:
         temp.unlink(missing_ok=True)
+
+
+def _head(path: Path, count: int) -> bytes:
+    if not path.is_file():
+        raise ConflictError("is not a regular file", path)
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise DumpError(f"cannot be read ({error.strerror})", path) from error
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -87,6 +87,11 @@ def mlx_rope(model: str | None, dim: int) -> dict[str, Any] | None:
     return {"type": "default", "theta": float(theta), "dim": dim, "style": "half"}
 
 
+def label(path: Path) -> str:
+    """A model's name, by that of its folder; a link's own name counts."""
+    return path.name if path.name not in ("", "..") else path.resolve().name
+
+
 def _of_config(path: Path, config: Mapping[str, Any]) -> Identity:
     heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
     count, hidden, queries = (config.get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
@@ -102,7 +107,7 @@ def _of_config(path: Path, config: Mapping[str, Any]) -> Identity:
     # Whether a model of another type pairs neighbours, only running it would tell.
     style = {"style": "half"} if config.get("model_type") in _HALF_STYLE else {}
     known = {"type": "default", "theta": float(theta), "dim": dim, **style} if plain else None
-    return Identity(path.resolve().name, rope=known, keys="rotated", layers=_layers(count, heads, dim, dim))
+    return Identity(label(path), rope=known, keys="rotated", layers=_layers(count, heads, dim, dim))
 
 
 def _layers(count: Any, heads: Any, k_dim: Any, v_dim: Any) -> tuple[LayerGeometry, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pltpack.dumps.model_config import label
 from pltpack.dumps.torch_arrays import to_torch
 from pltpack.errors import DumpError, NotFoundError, UnsupportedError
 from pltpack.quality.digests import tokenizer_digest, weights_digest
@@ -136,7 +137,7 @@ def load_model(folder: str | Path, name: str | None = None, dtype: str = "F32", 
     missing = sorted(info["missing_keys"])
     if missing:
         raise DumpError(f"has no weights for {missing[0]!r} ({len(missing)} missing)", folder)
-    return Model(network.eval().requires_grad_(False), folder, name or folder.resolve().name)
+    return Model(network.eval().requires_grad_(False), folder, name or label(folder))
 
 
 def load_tokenizer(folder: str | Path) -> Any:
