@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import near_common
@@ -928,3 +929,24 @@ def test_a_hit_is_cut_to_any_number_of_tokens(path):
         for nothing in (hit.first(-1), 5, None):
             with pytest.raises(UnsupportedError, match="load"):
                 loader.stream(nothing)
+
+
+def test_a_hit_of_another_archive_is_a_miss(tmp_path: Path) -> None:
+    """Names, generations and lengths may be equal; tokens tell."""
+    loaders = []
+    for name, first in (("a", 0), ("b", 1000)):
+        pltpack.compress([session("s", list(range(first, first + 64)))], tmp_path / name, quality="lossless")
+        loaders.append(pltpack.open(tmp_path / name).loader())
+    hit = loaders[1].lookup(np.arange(1000, 1064))
+    assert hit.tokens == 64
+    for asked in (hit, hit.first(40)):
+        with pytest.raises(MissError, match="or is another"):
+            loaders[0].load(asked)
+    assert len(loaders[1].load(hit.first(40))) == len(loaders[1].archive.identity.layers)
+    assert len(loaders[1].load(hit, timeout=float("inf"))) == len(loaders[1].archive.identity.layers)
+
+
+@pytest.mark.parametrize("blocks", [[1.5, 2.0], ["a"], [None], [2**70]], ids=str)
+def test_block_tables_are_whole_numbers(blocks: list[object]) -> None:
+    with pytest.raises(UnsupportedError, match="whole numbers"):
+        Paged([], blocks)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -150,7 +151,9 @@ def test_the_server_answers_and_says_when_it_cannot(path):
         port = int(server.url.rsplit(":", 1)[1].split("/")[0])
         with pytest.raises(ConflictError, match=str(port)):
             MetricsServer(ArchiveCollector(path), port)
-    process = start("serve-metrics", path, "--port", 0)
+    # A background job's SIGINT is ignored, and that is inherited.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = start("serve-metrics", path, "--port", 0, preexec_fn=heed)
     try:
         url = process.stdout.readline().decode().strip()
         with urllib.request.urlopen(url) as answer:

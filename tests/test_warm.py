@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -134,6 +135,13 @@ def test_caches_can_be_copied_cut_and_reordered(tmp_path):
             layer.update(more, more)
             assert torch.equal(layer.keys[:, :, :48], keys) and torch.equal(layer.values[:, :, :48], values)
 
+        cache = WarmCache(loader, hit, spare=20)
+        twin = copy.deepcopy(cache)
+        for layer, mine, (keys, _) in zip(twin.layers, cache.layers, twins, strict=True):
+            layer.update(more, more)
+            assert torch.equal(layer.keys[:, :, :48], keys) and torch.equal(mine.keys, keys)
+        assert (twin.get_seq_length(), cache.get_seq_length()) == (51, 48)
+
 
 def test_a_plain_cache_is_filled_too(case):
     _, path = case
@@ -183,6 +191,8 @@ def test_the_wrong_model_and_no_prompt_are_refused(case):
             warm_generate(network, archive, PROMPT, identity=Identity(model="another"))
         with pytest.raises(UnsupportedError, match="empty"):
             warm_generate(network, archive, [])
+        with pytest.raises(UnsupportedError, match="identity, depth"):
+            warm_generate(network, archive.loader(), PROMPT, identity=archive.identity, depth=3)
         assert len(warm_generate(network, archive, torch.tensor([PROMPT]), 2).tokens) == 2
         assert warm_generate(network, archive, PROMPT[:1], 3).cached_tokens == 0
 
@@ -229,3 +239,25 @@ def test_first_tokens_of_a_real_model(model, real_dumps, tmp_path):
             assert warm.tokens == cold.tokens
             assert warm.seconds_to_first < cold.seconds_to_first
         assert loader.misses == {}
+
+
+def test_threads_at_once_leave_the_number_of_threads(tmp_path, monkeypatch):
+    from pltpack.serve import warm
+
+    monkeypatch.setattr(warm.os, "cpu_count", lambda: 4)
+    network = tiny_models.make_network()
+    pltpack.compress([capture(network, PROMPT)], tmp_path / "a", quality="lossless", block=4)
+    torch.set_num_threads(4)
+    with pltpack.open(tmp_path / "a") as archive, ThreadPoolExecutor(4) as pool:
+        loader = archive.loader()
+        assert (
+            len(
+                {
+                    tuple(start.tokens)
+                    for start in pool.map(lambda _: warm_generate(network, loader, PROMPT, 3), range(16))
+                }
+            )
+            == 1
+        )
+    with ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(torch.get_num_threads).result() == 4

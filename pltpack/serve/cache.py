@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -268,6 +269,16 @@ class WarmCache(DynamicCache):
             layer.await_from(self.stream, index, hit.tokens)
             layers.append(layer)
         self.layers[:] = layers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WarmCache:
+        """A cache of its own with all layers, which are waited for; what loaded them is not copied."""
+        for layer in self.layers:
+            layer.arrive()
+        twin: WarmCache = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, value if name in ("stream", "_destination") else copy.deepcopy(value, memo))
+        return twin
 
     def close(self) -> None:
         """End the load if it is not complete."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class Fallbacks:
         if self.raw is not None:
             found = self.raw.lookup(tokens)
             if found:
-                return Hit(found.session, found.tokens, found.block, found.generation, RAW), RAW
+                return dataclasses.replace(found, source=RAW), RAW
         return Hit("", 0, hit.block, hit.generation), RECOMPUTE
 
     def kind(self, index: Callable[[], PrefixIndex], session: str) -> str:

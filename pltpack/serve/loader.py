@@ -220,8 +220,8 @@ class Loader:
             return self._fallbacks.raw.stream(dataclasses.replace(hit, source=""), into, timeout)
         index = self._prefixes()
         shard = index.sources.get(hit.session)
-        if shard is None or hit.generation != index.generation or hit.tokens > len(shard.tokens):
-            stale = FormatError("the archive has changed since the look-up", self.archive.path)
+        if shard is None or hit.generation != index.generation or not hit.names(shard.tokens):
+            stale = FormatError("the archive has changed since the look-up, or is another", self.archive.path)
             raise self._misses.add(hit.session, "stale", stale)
         destination = _destination(into, self._device)
         limit = self._timeout if timeout is None else positive("timeout", timeout, zero=True)

@@ -56,7 +56,10 @@ class Paged:
         if block_size < 1 or sorted(axes) not in [sorted(known) for known in (*LAYOUTS.values(), "2LBNHD", "LBHNC")]:
             raise UnsupportedError(f"layout {layout!r} is not known (known: {', '.join(LAYOUTS)})")
         self._axes, self._size, self._arrays = axes, block_size, arrays
-        self._blocks = np.asarray(blocks, np.int64).reshape(-1)
+        table = np.asarray(blocks)
+        if table.size and table.dtype.kind not in "iu":
+            raise UnsupportedError("the block table must be whole numbers")
+        self._blocks = table.astype(np.int64).reshape(-1)
         self._written: set[int] = set()
 
     def begin(self, layers: Sequence[LayerGeometry], tokens: int) -> None:

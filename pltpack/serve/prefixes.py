@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import xxhash
 
 from pltpack.archive.library import Library
 from pltpack.archive.shard import Shard, TokenCount
@@ -33,6 +34,8 @@ class Hit:
         The archive's generation that it was found in.
     source : str
         Empty, or ``raw`` for a hit in the archive that takes the place of barred sessions.
+    prefix : (int, int) or None
+        How many token ids were found, and their digest: a hit loads these tokens, in whatever archive, or nothing.
     """
 
     session: str
@@ -40,6 +43,7 @@ class Hit:
     block: int
     generation: int
     source: str = ""
+    prefix: tuple[int, int] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __bool__(self) -> bool:
         return self.tokens > 0
@@ -48,6 +52,13 @@ class Hit:
     def blocks(self) -> int:
         """Blocks that it fills, the last one perhaps in part."""
         return -(-self.tokens // self.block)
+
+    def names(self, tokens: np.ndarray) -> bool:
+        """Whether it was found as a prefix of a session with these token ids, as far as it knows."""
+        if self.prefix is None:
+            return self.tokens <= len(tokens)
+        length, digest = self.prefix
+        return self.tokens <= length <= len(tokens) and _digest(tokens[:length]) == digest
 
     def first(self, tokens: int) -> Hit:
         """The same, of at most so many tokens, which need not be whole blocks.
@@ -85,12 +96,17 @@ class PrefixIndex:
         length, node = self._trie.lookup(token_ids(tokens))
         length -= length % self.block
         name = self._names[int(self._trie.owner[node])] if length else ""
-        return Hit(name, length, self.block, self.generation)
+        prefix = (length, _digest(self.sources[name].tokens[:length])) if length else None
+        return Hit(name, length, self.block, self.generation, prefix=prefix)
 
     def without(self, name: str) -> PrefixIndex:
         """The same without one source."""
         rest = {key: shard for key, shard in self.sources.items() if key != name}
         return PrefixIndex(rest, self.block, self.generation)
+
+
+def _digest(tokens: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int64).data)
 
 
 def library_paths(libraries: Sequence[Library], salt: str | None) -> Iterator[tuple[str, Shard]]:

@@ -61,7 +61,9 @@ class Work:
     def __init__(self, job: Job, depth: int, workers: int, timeout: float | None, report: Report) -> None:
         self._job, self._report = job, report
         self.timeline = Timeline(job.observe)
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        # Longer than the system can wait is for ever.
+        limited = timeout is not None and timeout < threading.TIMEOUT_MAX / 2
+        self._deadline = time.monotonic() + timeout if limited and timeout is not None else None
         self._pieces = pieces_of(job.shard, job.tokens)
         layers = len(job.shard.identity.layers)
         self._step_of = {layer: piece.step for piece in self._pieces for layer in piece.layers}

@@ -99,7 +99,7 @@ def warm_generate(
     IdentityError
         If the archive is not of a model with this shape or rotary embedding.
     UnsupportedError
-        If the prompt is empty, or the archive's keys are un-rotated.
+        If the prompt is empty, the archive's keys are un-rotated, or a loader is given with what is for one made here.
     """
     from pltpack.quality.model import need_eval
 
@@ -110,7 +110,13 @@ def warm_generate(
         return _generate(model, ids, None, max_new_tokens, eos_token_id, begin, None)
     with contextlib.ExitStack() as stack:
         loader: Any = archive
-        if not hasattr(archive, "lookup"):
+        if hasattr(archive, "lookup"):
+            if identity is not None or accept_unknown or settings:
+                named = ["identity"] * (identity is not None) + ["accept_unknown"] * bool(accept_unknown)
+                raise UnsupportedError(
+                    f"{', '.join([*named, *settings])}: of a loader that is made here, not of one given"
+                )
+        else:
             if identity is not None:
                 settings |= {"identity": identity, "accept_unknown": accept_unknown}
             loader = stack.enter_context(archive.loader(**settings))
@@ -171,8 +177,12 @@ def _beside_decoding() -> Iterator[None]:
     """Leave half of the cores to what decodes: a matrix product that waits for a core holds all its threads up."""
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(threads, (os.cpu_count() or 1) // 2)))
+    threads, half = torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2)
+    if threads <= half:
+        # Nothing is set that another thread, which is in here too, would then find and keep.
+        yield
+        return
+    torch.set_num_threads(half)
     try:
         yield
     finally:
