@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _print_trie(result: dict[str, Any]) -> None:
 @click.option("--session", metavar="ID", help="The session to start from. [default: the longest]")
 @click.option("--depth", "depths", type=Span(), default="1:8", show_default=True, metavar="A:B",
               help="Units in flight, from A up to and without B.")  # fmt: skip
-@click.option("--read-speed", type=click.FloatRange(min=0, min_open=True), default=200.0, show_default=True,
+@click.option("--read-speed", type=click.FloatRange(min=0.001), default=200.0, show_default=True,
               metavar="MB/S", help="Disk that the throttled figures stand for.")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
               help="Runs of which the median is taken.")  # fmt: skip
@@ -96,6 +97,8 @@ def loader(
         check_plot(plot_file)
     if not wanted or wanted.start < 1:
         raise click.BadParameter("depths begin at 1", param_hint="--depth")
+    if math.isnan(read_speed):
+        raise click.BadParameter("is not a number", param_hint="--read-speed")
     network = load_model(folder).network
     from pltpack.serve.measure import measure
 

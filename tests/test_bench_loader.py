@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cli_common import done, done_json, run
@@ -62,3 +64,10 @@ def test_text_and_bad_use(made, tmp_path):
         result = run("bench", "loader", made / "lossless", "--model", made / "model", *arguments)
         assert result.exit_code == 2 and fact in result.stderr
     assert run("bench", "loader", made / "lossless", "--model", tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize("speed", ["nan", "0", "1e-300"])
+def test_speeds_that_no_disk_has_are_refused(speed: str, tmp_path: Path) -> None:
+    result = run("bench", "loader", tmp_path, "--model", tmp_path, "--read-speed", speed)
+    assert result.exit_code == 2
+    assert "--read-speed" in result.stderr
