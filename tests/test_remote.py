@@ -124,7 +124,7 @@ def test_only_what_is_needed_is_read(proxy: FaultyProxy, key: None, encrypt: boo
 def test_faults_change_nothing(proxy: FaultyProxy, key: None, encrypt: bool):
     proxy.counts.clear()
     seen = program.under_faults(proxy, 8 if encrypt else 15, np.random.default_rng(5), f"faults-{encrypt}", encrypt)
-    assert seen["reads"] > 0 and len(proxy.counts) >= 2
+    assert seen["reads"] > 0 and len(proxy.counts) >= (2 if encrypt else 3)
 
 
 def test_an_encrypted_archive_tells_the_store_nothing(proxy: FaultyProxy):

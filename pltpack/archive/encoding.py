@@ -37,9 +37,11 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
-def in_order(work: Callable[[In], Out], items: Iterable[In], pool: ThreadPoolExecutor) -> Iterator[Out]:
-    """Map `work` over items on a pool, results in order, only a few items ahead of the consumer."""
-    window = 2 * (os.cpu_count() or 1) + 2
+def in_order(
+    work: Callable[[In], Out], items: Iterable[In], pool: ThreadPoolExecutor, window: int | None = None
+) -> Iterator[Out]:
+    """Map `work` over items on a pool, results in order, only a few items, or `window`, ahead of the consumer."""
+    window = 2 * (os.cpu_count() or 1) + 2 if window is None else window
     waiting: collections.deque[Future[Out]] = collections.deque()
     try:
         for item in items:

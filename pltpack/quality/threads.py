@@ -6,13 +6,13 @@ lies between them. Sums in order, of products by one thread each, are the same o
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from pltpack.archive.encoding import in_order
 from pltpack.codec.blas import single_threaded
 
 #: Most threads: what each of them holds is up to a hundred megabytes.
@@ -25,18 +25,8 @@ Out = TypeVar("Out")
 def mapped(work: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
     """Results of `work`, numpy's products by one thread each, in the order of the items; about a thread's ahead."""
     threads = min(os.cpu_count() or 1, MOST)
-    waiting: collections.deque[Future[Out]] = collections.deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="pltpack-calibrate") as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(single_threaded(work), item))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        yield from in_order(single_threaded(work), items, pool, threads + 1)
 
 
 @contextlib.contextmanager
