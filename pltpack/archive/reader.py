@@ -41,7 +41,7 @@ LOOKAHEAD = 3
 #: Longer token ranges of one layer are decoded in pieces of this many tokens, in parallel.
 PIECE_TOKENS = 4096
 #: A thread decodes several small layers in one task, at most this many bytes.
-TASK_BYTES = 1 << 22
+TASK_BYTES = 1 << 24
 #: Segments and shards that an archive keeps open; further ones are opened for every read.
 MAX_OPEN = 128
 #: Newer generations that a reader follows in a row before it gives up.
@@ -317,7 +317,7 @@ class Archive:
         largest = max(self.identity.layers[index].bytes_per_token for index in layers) * max(tokens, 1)
         out, at = [], 0
         while at < len(layers):
-            share = (len(layers) - at) // (2 * (os.cpu_count() or 1))
+            share = (len(layers) - at) // (os.cpu_count() or 1)
             count = max(1, min(share, TASK_BYTES // largest))
             out.append(layers[at : at + count])
             at += count

@@ -289,6 +289,11 @@ class Container:
         """Whether a read is done in no time."""
         return not self.source.distant
 
+    @property
+    def authentic(self) -> bool:
+        """Whether payload bytes that are read have passed a check that is stronger than their units' checksums."""
+        return self._sealed is not None
+
     def payload(self, offset: int, length: int) -> bytes:
         """Payload bytes ``[offset, offset + length)``; the range has been checked against `payload_bytes`."""
         if self._sealed is None:

@@ -36,6 +36,8 @@ def parse(text: str | bytes) -> Any:
 def _is_deeper(value: Any, depth: int) -> bool:
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(depth):
+        if not level:
+            break
         level = [
             part
             for node in level
