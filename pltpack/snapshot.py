@@ -153,7 +153,10 @@ def token_ids(tokens: Any, path: str | None = None) -> np.ndarray:
     UnsupportedError
         If `tokens` are not one-dimensional integers from 0 to 2**31 - 1.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise UnsupportedError("tokens are lists of unequal lengths, not a list of integers", path) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UnsupportedError(f"tokens are {array.dtype} of shape {list(array.shape)}, not a list of integers", path)
     if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << 31):

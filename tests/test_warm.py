@@ -197,6 +197,24 @@ def test_the_wrong_model_and_no_prompt_are_refused(case):
         assert warm_generate(network, archive, PROMPT[:1], 3).cached_tokens == 0
 
 
+def test_odd_arguments_are_named(case):
+    network, path = case
+    odd = [
+        ([PROMPT[0], 10**9], {}, "vocabulary"), ([1.5], {}, "token"), (b"ab", {}, "token"), (None, {}, "token"),
+        ([[1], [2, 3]], {}, "unequal"), (PROMPT, {"max_new_tokens": "3"}, "max_new_tokens"),
+        (PROMPT, {"max_new_tokens": -1}, "max_new_tokens"), (PROMPT, {"timeout": float("nan")}, "timeout"),
+        (PROMPT, {"eos_token_id": 2.5}, "eos_token_id"), (PROMPT, {"eos_token_id": ["x"]}, "eos_token_id"),
+    ]  # fmt: skip
+    with pltpack.open(path) as archive:
+        for prompt, settings, named in odd:
+            with pytest.raises(UnsupportedError, match=named):
+                warm_generate(network, archive, prompt, **settings)
+        loader = archive.loader()
+        for settings, named in (({"dtype": "float32"}, "dtype"), ({"spare": -1}, "spare")):
+            with pytest.raises(UnsupportedError, match=named):
+                WarmCache(loader, loader.lookup(PROMPT), **settings)
+
+
 def test_generation_ends_where_the_model_says(case):
     network, path = case
     with pltpack.open(path) as archive:

@@ -25,7 +25,7 @@ from pltpack.archive.shard import Shard
 from pltpack.archive.spans import SpanSource
 from pltpack.archive.threads import together
 from pltpack.codec.base import KeyValue, State
-from pltpack.errors import ConflictError, FormatError, NotFoundError
+from pltpack.errors import ConflictError, FormatError, NotFoundError, UnsupportedError
 from pltpack.format.container import GoneError
 from pltpack.format.manifest import Manifest
 from pltpack.snapshot import Identity, Snapshot
@@ -94,8 +94,7 @@ class Archive:
     ) -> None:
         self.store = open_store(path)
         self.path: Any = self.store.location
-        self._rebuild = rebuild
-        self._profile = profile
+        self._rebuild, self._profile = rebuild, profile
         self.backend = backend_of(device)
         #: The generation that was opened first.
         self.base = self.store.load() if manifest is None else Stored(manifest, len(manifest.to_bytes()))
@@ -108,7 +107,7 @@ class Archive:
         self._shards: dict[str, Shard] = {}
         self._retired: list[Segment] = []
         self._decoded = DecodedUnits()
-        self._lock = threading.Lock()
+        self._lock, self.closed = threading.Lock(), False
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self._pool: ThreadPoolExecutor | None = None
         self.libraries: list[Library] = []
@@ -131,6 +130,7 @@ class Archive:
 
     def close(self) -> None:
         """Close all files; harmless when repeated."""
+        self.closed = True
         for loader in list(self._loaders):
             loader.close()
         if self._pool is not None:
@@ -241,6 +241,8 @@ class Archive:
         """
         with self._lock:
             while session not in self._shards:
+                if self.closed:
+                    raise UnsupportedError("the archive is closed", self.path)
                 if session not in self._entries:
                     raise NotFoundError(f"no session {session!r}", self.path)
                 try:
@@ -328,9 +330,7 @@ class Archive:
         # The one name that an upper floor has here: it is where users look for it.
         from pltpack.serve.loader import Loader
 
-        settings.setdefault("identity", self._loader)
-        settings.setdefault("accept_unknown", self._accept)
-        loader = Loader(self, device, **settings)
+        loader = Loader(self, device, **{"identity": self._loader, "accept_unknown": self._accept} | settings)
         self._loaders.add(loader)
         return loader
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from pltpack.codec.base import KeyValue
 from pltpack.errors import UnsupportedError
+from pltpack.serve.arguments import whole
 from pltpack.serve.destinations import as_array, check_dtype, convert
 from pltpack.serve.prefixes import Hit
 from pltpack.serve.stream import Stream
@@ -39,7 +40,9 @@ class Tensors:
     device: str = "cpu"
 
     def __init__(self, dtype: torch.dtype | None = None, spare: int = 0) -> None:
-        self._dtype, self._spare = dtype, spare
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise UnsupportedError(f"dtype must be a torch.dtype, not {dtype!r}")
+        self._dtype, self._spare = dtype, whole("spare", spare, 0)
 
     def begin(self, layers: Sequence[LayerGeometry], tokens: int) -> None:
         """See `Destination.begin`."""
@@ -102,11 +105,12 @@ class Filled(Tensors):
 
     def begin(self, layers: Sequence[LayerGeometry], tokens: int) -> None:
         """See `Destination.begin`."""
+        require_plain(self._cache, len(layers))
         if self._cache.get_seq_length():
             raise UnsupportedError("the cache to be loaded into is not empty")
         super().begin(layers, tokens)
+        self._windows = _windows(self._cache, layers)
         self._cache.layers[:] = []
-        self._windows = [layer.window for layer in layers]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Destination.layer`."""
@@ -116,6 +120,29 @@ class Filled(Tensors):
         if index == len(self._cache.layers):
             self._cache.layers.append(cache_layer(keys, values, self._windows[index]))
         return keys[0], values[0]
+
+
+def require_plain(cache: Any, layers: int) -> None:
+    """Refuse caches that keep values otherwise than a ``DynamicCache`` on one device does, with `UnsupportedError`."""
+    kind = type(cache).__name__
+    if not isinstance(cache, DynamicCache) or isinstance(cache, WarmCache):
+        raise UnsupportedError(f"a load cannot go to a {kind}: give a DynamicCache")
+    if getattr(cache, "offloading", False):
+        raise UnsupportedError("a load cannot go to a DynamicCache that is offloaded")
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedError(f"a load cannot go to a {type(layer).__name__} (layer {index} of the {kind})")
+    if cache.layers and len(cache.layers) != layers:
+        raise UnsupportedError(f"the cache has {len(cache.layers)} layers, the archive {layers}")
+
+
+def _windows(cache: DynamicCache, layers: Sequence[LayerGeometry]) -> list[int | None]:
+    """Sliding windows by layer: the archive's, or where it knows none the cache's own."""
+    own = [getattr(layer, "sliding_window", None) for layer in cache.layers] or [None] * len(layers)
+    for index, (mine, layer) in enumerate(zip(own, layers, strict=True)):
+        if mine is not None and layer.window is not None and mine != layer.window:
+            raise UnsupportedError(f"layer {index} of the cache has window {mine}, the archive's {layer.window}")
+    return [layer.window or mine for mine, layer in zip(own, layers, strict=True)]
 
 
 class _Awaited:

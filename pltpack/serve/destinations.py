@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.exceptions import TooHardError
+from numpy.lib.array_utils import byte_bounds
 
 from pltpack.archive.decoding import one_buffer
 from pltpack.codec.base import KeyValue
@@ -105,6 +108,9 @@ class Contiguous:
                     raise UnsupportedError(f"destination's {name} of layer {index} are {list(shape)}, not "
                                            f"[{layer.heads}, {tokens} or more, {dim}]")  # fmt: skip
                 self._check_dtype(array, layer.dtype, f"destination's {name} of layer {index}")
+        check_apart([(f"{name} of layer {index}", array[:, :tokens])
+                     for name, arrays in (("keys", self._keys), ("values", self._values))
+                     for index, array in enumerate(arrays)])  # fmt: skip
 
     def _as_array(self, tensor: Any) -> Any:
         return as_array(tensor)
@@ -141,6 +147,8 @@ def as_array(tensor: Any) -> np.ndarray:
     """
     if isinstance(tensor, np.ndarray):
         return tensor
+    if not hasattr(tensor, "dtype") or not hasattr(getattr(tensor, "device", None), "type"):
+        raise UnsupportedError(f"destination must be arrays or tensors, not {type(tensor).__name__}")
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"destination is on {tensor.device}; this loader fills memory of the CPU")
     import torch
@@ -158,6 +166,45 @@ def check_dtype(dtype: np.dtype[Any], stored: str, what: str) -> None:
     wide = dtype == np.float32 or dtype == DTYPES[stored]
     if not wide:
         raise UnsupportedError(f"{what} are {dtype}, which does not hold {stored} exactly (nor F32)")
+
+
+def check_apart(parts: Sequence[tuple[str, Any]]) -> None:
+    """Refuse arrays of the host that cannot be written, or share memory with one another or with themselves.
+
+    Parameters
+    ----------
+    parts : sequence of (str, array)
+        What each is, and its array.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the first such array.
+    """
+    spans: list[tuple[int, int, str, np.ndarray]] = []
+    for what, array in parts:
+        if not isinstance(array, np.ndarray) or not array.size:
+            continue
+        if not array.flags.writeable:
+            raise UnsupportedError(f"destination's {what} are read-only")
+        if any(step == 0 and length > 1 for step, length in zip(array.strides, array.shape, strict=True)):
+            raise UnsupportedError(f"destination's {what} are the same memory again and again")
+        spans.append((*byte_bounds(array), what, array))
+    spans.sort(key=lambda span: span[0])
+    for index, (_, stop, what, array) in enumerate(spans):
+        for first, _, other, others in itertools.islice(spans, index + 1, None):
+            if first >= stop:
+                break
+            if _share(array, others):
+                raise UnsupportedError(f"destination's {what} and its {other} share memory")
+
+
+def _share(one: np.ndarray, other: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=10_000)
+    except TooHardError:
+        # Only views made by hand are so hard to tell apart.
+        return True
 
 
 def convert(source: np.ndarray, target: np.ndarray) -> None:

@@ -16,12 +16,12 @@ from pltpack.archive.backends import backend_of
 from pltpack.archive.shard import Shard
 from pltpack.errors import FormatError, PltpackError, UnsupportedError
 from pltpack.format.container import GoneError
-from pltpack.serve.arguments import hit_of, is_destination, positive, whole
+from pltpack.serve.arguments import any_hit, called, field_names, hit_of, of_kind, positive, rise_of, whole
 from pltpack.serve.centroids import Centroids, keys_of
 from pltpack.serve.counters import Counters
-from pltpack.serve.destinations import Contiguous, Destination, Fresh
 from pltpack.serve.fallback import Fallbacks
 from pltpack.serve.guard import Alert, AlertLimits, LoadGuard
+from pltpack.serve.into import destination_of
 from pltpack.serve.job import Job
 from pltpack.serve.misses import LASTING, MissError, Misses, reason_of
 from pltpack.serve.prefixes import Hit, PrefixIndex, library_paths
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 CENTROID_SHARE = 0.8
 #: Most units in flight.
 MAX_DEPTH = 64
+#: Most threads that decode one load.
+MAX_WORKERS = 1024
 
 
 class Loader:
@@ -108,15 +110,21 @@ class Loader:
         if not isinstance(device, str):
             raise UnsupportedError(f"device must be a name, not {device!r}")
         backend = backend_of(device)
-        workers = whole("workers", (os.cpu_count() or 1) if workers is None else workers, 1)
+        workers = whole("workers", (os.cpu_count() or 1) if workers is None else workers, 1, MAX_WORKERS)
         depth, memory = whole("depth", depth, 1, MAX_DEPTH), whole("memory", memory, 0)
         timeout = positive("timeout", timeout, zero=True)
         read_bytes_per_second = positive("read_bytes_per_second", read_bytes_per_second)
-        if identity is not None and not isinstance(identity, Identity):
-            raise UnsupportedError(f"identity must be an Identity, not {identity!r}")
+        of_kind("identity", identity, Identity, "an Identity")
+        of_kind("limits", limits, AlertLimits, "AlertLimits")
+        of_kind("fallback", fallback, type(archive), "an open archive")
+        called("quality", quality)
+        called("on_alert", on_alert)
+        accept_unknown = field_names("accept_unknown", accept_unknown)
+        if archive.closed:
+            raise UnsupportedError("the archive is closed", archive.path)
         if identity is not None:
             own = dataclasses.replace(archive.identity, salt=identity.salt)
-            own.require_loadable(identity, tuple(accept_unknown), str(archive.path))
+            own.require_loadable(identity, accept_unknown, str(archive.path))
         self.archive, self.salt = archive, None if identity is None else identity.salt
         self._depth, self._workers, self._timeout = depth, workers, timeout
         self._reads = Reads(read_bytes_per_second, mapped, direct_to(backend, device) if direct else None)
@@ -180,6 +188,7 @@ class Loader:
         Alert or None
             If the session is barred by this, until it has proved good: see `pltpack.serve.guard`.
         """
+        hit, ppl_change_pct = any_hit(hit), rise_of(ppl_change_pct)
         if hit.source or not hit:
             # Raw caches are what others are compared with.
             return None
@@ -223,7 +232,7 @@ class Loader:
         if shard is None or hit.generation != index.generation or not hit.names(shard.tokens):
             stale = FormatError("the archive has changed since the look-up, or is another", self.archive.path)
             raise self._misses.add(hit.session, "stale", stale)
-        destination = _destination(into, self._device)
+        destination = destination_of(into, None if self._device is None else self._device.backend)
         limit = self._timeout if timeout is None else positive("timeout", timeout, zero=True)
         try:
             destination.begin(self.archive.identity.layers, hit.tokens)
@@ -236,7 +245,7 @@ class Loader:
             raise self._report(hit, error, ()) from error
         with self._lock:
             if self._closed:
-                raise UnsupportedError("the loader is closed")
+                raise self._is_closed()
             self._running.add(work)
         return Stream(work, destination, len(self.archive.identity.layers))
 
@@ -254,11 +263,11 @@ class Loader:
 
     def pin(self, hit: Hit) -> None:
         """Keep the library centroids that a hit maps to in memory, once decoded, until `unpin`."""
-        self._centroids.pin(self._keys(hit))
+        self._centroids.pin(self._keys(any_hit(hit)))
 
     def unpin(self, hit: Hit) -> None:
         """Undo one `pin`."""
-        self._centroids.unpin(self._keys(hit))
+        self._centroids.unpin(self._keys(any_hit(hit)))
 
     @property
     def misses(self) -> dict[str, int]:
@@ -292,10 +301,14 @@ class Loader:
     def _prefixes(self) -> PrefixIndex:
         with self._lock:
             if self._closed:
-                raise UnsupportedError("the loader is closed")
+                raise self._is_closed()
             if self._index is None or self._index.generation != self.archive.manifest.generation:
                 self._index = self.archive.in_one_generation(self._build)
             return self._index
+
+    def _is_closed(self) -> UnsupportedError:
+        what = "archive is closed, and its loaders with it" if self.archive.closed else "loader is closed"
+        return UnsupportedError(f"the {what}", self.archive.path)
 
     def _build(self) -> PrefixIndex:
         manifest, sources = self.archive.manifest, dict[str, Shard]()
@@ -372,27 +385,3 @@ def _stages(backend: Backend, budget: int) -> DeviceStages:
 
     assert isinstance(backend, CudaBackend)
     return DeviceStages(backend, budget)
-
-
-def _destination(into: Any, stages: DeviceStages | None) -> Destination:
-    found: Destination
-    if into is None:
-        found = Fresh()
-    elif isinstance(into, tuple):
-        if len(into) != 2:
-            raise UnsupportedError(f"a load goes to a pair of keys and values, not to {len(into)} things")
-        found = Contiguous(*into)
-    elif hasattr(into, "layers") and not hasattr(into, "begin"):
-        from pltpack.serve.cache import Filled
-
-        found = Filled(into)
-    else:
-        if not is_destination(into):
-            raise UnsupportedError(f"a load cannot go to {type(into).__name__}: give a pair of keys and values, a "
-                                   "Paged, a DynamicCache or another Destination")  # fmt: skip
-        found = into
-    if stages is None:
-        return found
-    from pltpack.serve.device_destinations import on_device
-
-    return on_device(found, stages.backend)

@@ -14,7 +14,8 @@ import numpy as np
 
 from pltpack.codec.base import KeyValue
 from pltpack.errors import UnsupportedError
-from pltpack.serve.destinations import as_array, check_dtype, convert
+from pltpack.serve.arguments import sized, whole
+from pltpack.serve.destinations import as_array, check_apart, check_dtype, convert
 from pltpack.snapshot import LayerGeometry
 
 #: Names of layouts. Without ``L``, `Paged` takes one array per layer; without ``2`` and ``C``, keys and values apart.
@@ -52,11 +53,15 @@ class Paged:
     """
 
     def __init__(self, arrays: Any, blocks: Sequence[int], layout: str = "vllm", block_size: int = 32) -> None:
-        axes = LAYOUTS.get(layout, layout)
-        if block_size < 1 or sorted(axes) not in [sorted(known) for known in (*LAYOUTS.values(), "2LBNHD", "LBHNC")]:
+        axes = LAYOUTS.get(layout, layout) if isinstance(layout, str) else ""
+        block_size = whole("block_size", block_size, 1)
+        if sorted(axes) not in [sorted(known) for known in (*LAYOUTS.values(), "2LBNHD", "LBHNC")]:
             raise UnsupportedError(f"layout {layout!r} is not known (known: {', '.join(LAYOUTS)})")
         self._axes, self._size, self._arrays = axes, block_size, arrays
-        table = np.asarray(blocks)
+        try:
+            table = np.asarray(blocks)
+        except ValueError:
+            raise UnsupportedError("the block table must be whole numbers, one after the other") from None
         if table.size and table.dtype.kind not in "iu":
             raise UnsupportedError("the block table must be whole numbers")
         self._blocks = table.astype(np.int64).reshape(-1)
@@ -68,15 +73,19 @@ class Paged:
             raise UnsupportedError("block table names a block twice")
         if len(self._blocks) * self._size < tokens:
             raise UnsupportedError(f"block table has room for {len(self._blocks) * self._size} of {tokens} tokens")
-        if "L" not in self._axes and len(self._arrays) != len(layers):
-            raise UnsupportedError(f"destination has {len(self._arrays)} layers, the archive {len(layers)}")
+        given = len(layers) if "L" in self._axes else sized("the paged destination", self._arrays)
+        if given != len(layers):
+            raise UnsupportedError(f"destination has {given} layers, the archive {len(layers)}")
         self._views = [self._views_of(index, layer) for index, layer in enumerate(layers)]
+        check_apart(self._memory(len(layers)))
         self._written = set()
 
     def _views_of(self, index: int, layer: LayerGeometry) -> KeyValue:
         """One layer's keys and values as views ``[B, N, H, D]``."""
         given = self._arrays if "L" in self._axes else self._arrays[index]
         pair = given if "2" not in self._axes and "C" not in self._axes else (given, given)
+        if sized(f"layer {index} of the paged destination", pair) != 2:
+            raise UnsupportedError(f"layer {index} of the paged destination is no pair of keys and values")
         views = []
         for half, (array, dim) in enumerate(zip(map(self._as_array, pair), (layer.k_dim, layer.v_dim), strict=True)):
             if array.ndim != len(self._axes):
@@ -105,6 +114,15 @@ class Paged:
                 raise UnsupportedError(f"block table names a block outside 0:{len(view)}")
             views.append(view)
         return views[0], views[1]
+
+    def _memory(self, layers: int) -> list[tuple[str, Any]]:
+        """All arrays that were given, and what they are."""
+        whole_layers = "2" in self._axes or "C" in self._axes
+        if "L" in self._axes:
+            parts = [self._arrays] if whole_layers else list(self._arrays)
+            return [("blocks of all layers", self._as_array(array)) for array in parts]
+        return [(f"blocks of layer {index}", self._as_array(array)) for index in range(layers)
+                for array in ([self._arrays[index]] if whole_layers else self._arrays[index])]  # fmt: skip
 
     def _as_array(self, tensor: Any) -> Any:
         return as_array(tensor)

@@ -20,6 +20,7 @@ import numpy as np
 from pltpack.archive.decoding import decode_layers, one_buffer
 from pltpack.archive.segments import Segment
 from pltpack.codec.base import KeyValue
+from pltpack.serve.arguments import whole
 from pltpack.serve.channel import Channel
 from pltpack.serve.destinations import Destination
 from pltpack.serve.job import Job, LoadedLayer
@@ -73,12 +74,11 @@ class Work:
         self._begun: list[LayeredStep | None] = [LayeredStep(job.shard) if each else None for each in self._layered]
         self._missing = set(range(layers))
         self._ready = [threading.Event() for _ in range(layers)]
-        self._permits = threading.Semaphore(depth)
+        self._permits, self._stop = threading.Semaphore(depth), threading.Event()
         # Garbage collection may close another stream in the middle of anything, so locks must be re-entrant.
         self._lock = threading.RLock()
         # The last step that somebody waits for, and done ones behind it, which keep their permits.
         self._wanted, self._kept = -1, set[int]()
-        self._stop = threading.Event()
         self._error: BaseException | None = None
         self._miss: MissError | None = None
         self._buffers: dict[tuple[tuple[LayerGeometry, ...], int], list[list[KeyValue]]] = {}
@@ -359,7 +359,7 @@ class Stream:
 
     def wait(self, index: int) -> LoadedLayer:
         """One layer, waited for; notes the time between two calls as the consumer's own."""
-        begin = time.perf_counter()
+        begin, index = time.perf_counter(), whole("layer", index, 0, self._layers - 1)
         if self._taken is not None:
             self.timeline.add("consume", str(self._taken[0]), self._taken[1], begin)
             self._taken = None

@@ -13,6 +13,7 @@ import numpy as np
 
 from pltpack.codec.rope import Rotation
 from pltpack.errors import IdentityError, UnsupportedError
+from pltpack.serve.arguments import positive, whole
 from pltpack.serve.misses import MissError
 from pltpack.serve.prefixes import Hit
 from pltpack.snapshot import Identity, token_ids
@@ -105,7 +106,9 @@ def warm_generate(
 
     need_eval()
     begin = time.perf_counter()
-    ids = _ids(prompt_ids)
+    ids = _ids(prompt_ids, model)
+    max_new_tokens = whole("max_new_tokens", max_new_tokens, 0)
+    positive("timeout", timeout, zero=True)
     if not compressed:
         return _generate(model, ids, None, max_new_tokens, eos_token_id, begin, None)
     with contextlib.ExitStack() as stack:
@@ -216,14 +219,23 @@ def _stops(model: Any, ends: int | Iterable[int] | None) -> set[int]:
     found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if ends is None else ends
     if found is None:
         return set()
-    return {found} if isinstance(found, int) else set(found)
+    try:
+        return {whole("eos_token_id", one, 0) for one in ([found] if isinstance(found, int) else found)}
+    except TypeError:
+        raise UnsupportedError(f"eos_token_id must be whole numbers, not {found!r}") from None
 
 
-def _ids(prompt: Any) -> np.ndarray:
+def _ids(prompt: Any, model: Any) -> np.ndarray:
     if hasattr(prompt, "detach"):
         prompt = prompt.detach().cpu().numpy()
-    array = np.asarray(prompt)
+    try:
+        array = np.asarray(prompt)
+    except ValueError:
+        raise UnsupportedError("the prompt is lists of unequal lengths, not a list of token ids") from None
     ids = token_ids(array[0] if array.ndim == 2 and len(array) == 1 else array)
     if not len(ids):
         raise UnsupportedError("the prompt is empty")
+    known = model.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= known:
+        raise UnsupportedError(f"the prompt has token id {int(ids.max())}, the model's vocabulary {known} of them")
     return ids
