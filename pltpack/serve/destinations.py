@@ -17,6 +17,8 @@ from pltpack.serve.arguments import arrays_of
 from pltpack.snapshot import DTYPES, LayerGeometry
 
 _BF16 = DTYPES["BF16"]
+#: Steps to find whether two arrays share memory; numpy's types know two of its values only.
+_WORK: Any = 10_000
 
 
 class Destination(Protocol):
@@ -201,7 +203,7 @@ def check_apart(parts: Sequence[tuple[str, Any]]) -> None:
 
 def _share(one: np.ndarray, other: np.ndarray) -> bool:
     try:
-        return np.shares_memory(one, other, max_work=10_000)
+        return np.shares_memory(one, other, max_work=_WORK)
     except TooHardError:
         # Only views made by hand are so hard to tell apart.
         return True
