@@ -78,6 +78,8 @@ def convert(
               help="File to write or to replace; a folder of files where several are asked for.")  # fmt: skip
 @write_options
 @_accept_unknown
+@click.option("--recompute-at-cut", type=click.IntRange(min=0), metavar="N",
+              help="With --prompt-tokens, tokens left to the engine where it leaves its session.")  # fmt: skip
 @click.option("--salt", metavar="TENANT", help="With --prompt-tokens, look in this tenant's sessions.")
 @profile_option
 @click.option("--model", type=PATH, metavar="DIR",
@@ -86,8 +88,8 @@ def convert(
 @json_option
 def warm(
     archive: Path, engine: str, sessions: tuple[str, ...], prompts: tuple[Path, ...], output: Path,
-    to_options: dict[str, str], target: Path | None, accept_unknown: tuple[str, ...], salt: str | None,
-    profile: Path | None, model: Path | None, inexact: bool, as_json: bool,
+    to_options: dict[str, str], target: Path | None, accept_unknown: tuple[str, ...], recompute_at_cut: int | None,
+    salt: str | None, profile: Path | None, model: Path | None, inexact: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write one session, or what is stored of a prompt, as the file that an engine loads.
 
@@ -99,7 +101,7 @@ def warm(
 
     settings = {"options": engine_options(to_options, engine, target), "target": known_identity(target, None),
                 "accept_unknown": accept_unknown, "salt": salt, "profile": profile,
-                "rebuild": rebuilder(archive, model, inexact)}  # fmt: skip
+                "recompute_at_cut": recompute_at_cut, "rebuild": rebuilder(archive, model, inexact)}  # fmt: skip
     several = len(sessions) + len(prompts) > 1
     if several:
         results = warm_files(archive, engine, output, sessions=sessions, prompts=prompts, **settings)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pltpack.archive.guard_record import record_of
 from pltpack.codec import registry
+from pltpack.codec.base import Codec
 
 if TYPE_CHECKING:
     from pltpack.archive.shard import Shard
@@ -102,17 +103,25 @@ def quality_of(shard: Shard) -> Quality | None:
 
 def is_exact(shard: Shard) -> bool:
     """Whether every value of a session is stored bit by bit, its own units and the library's that it maps to."""
-    own = {(library, state) for library, state in shard.states if len(shard.units)}
-    if not all(_exact(shard, *pair) for pair in own):
-        return False
+    return all(codec.exact for codec in _codecs(shard))
+
+
+def recompute_at_cut(shard: Shard) -> int:
+    """Tokens to compute again before a cut inside a session: see `pltpack.codec.base.Codec.recompute_at_cut`."""
+    return max((codec.recompute_at_cut for codec in _codecs(shard)), default=0)
+
+
+def _codecs(shard: Shard) -> Iterator[Codec]:
+    """Those of its own units, and of the library's that it maps to; not started."""
+    yield from (_codec(shard, *pair) for pair in dict.fromkeys(shard.states) if len(shard.units))
     nodes = {(int(run["library"]), int(run["node"])) for run in shard.exact_runs}
     used = {(library, int(state)) for library, node in nodes
             for state in np.unique(shard.libraries[library].units_of(node)["state"])}  # fmt: skip
-    return all(_exact(shard, *pair) for pair in used)
+    yield from (_codec(shard, *pair) for pair in used)
 
 
-def _exact(shard: Shard, library: int, state: int) -> bool:
-    return registry.codec(*shard.libraries[library].state_entry(state)).exact
+def _codec(shard: Shard, library: int, state: int) -> Codec:
+    return registry.codec(*shard.libraries[library].state_entry(state))
 
 
 def tail_bytes(shard: Shard) -> int:

@@ -143,6 +143,9 @@ class Codec(abc.ABC):
     layered: ClassVar[bool] = False
     #: Whether a reference that predicts makes units smaller.
     predicts: ClassVar[bool] = True
+    #: Tokens before a cut elsewhere than at the end of what was stored that the model had better compute again, since
+    #: they are kept less well there than at that end.
+    recompute_at_cut: ClassVar[int] = 0
     #: Whether the state is a profile, made by calibration; `learn` is then never called.
     calibrated: ClassVar[bool] = False
 

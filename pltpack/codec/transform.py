@@ -71,6 +71,8 @@ class TransformCodec(Codec):
     codec_id: ClassVar[str] = "transform"
     spans: ClassVar[bool] = True
     layered: ClassVar[bool] = True
+    # Importance is that of the session's end; docs/transform.md has the curve.
+    recompute_at_cut: ClassVar[int] = 64
     calibrated: ClassVar[bool] = True
 
     def __init__(

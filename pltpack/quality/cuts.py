@@ -11,7 +11,8 @@ import numpy as np
 
 from pltpack.quality.plot import check_plot, settings
 from pltpack.quality.probes import END, LEAST_TOKENS, Probe
-from pltpack.quality.scoring import Score
+from pltpack.quality.rebuilt import Rebuilt, in_memory, prefix
+from pltpack.quality.scoring import log_probabilities
 from pltpack.snapshot import Snapshot
 
 #: Names of the places: a block's end, and a turn's.
@@ -33,12 +34,18 @@ class Cut:
         Tokens of the cache that were kept.
     kl : float
         In nats per token of the text that followed.
+    error : float
+        Standard error of that mean: the spread over the text's tokens, over the root of their number.
+    recompute : int
+        Of the tokens before the cut, the last ones that the model computed again from the cache before them.
     """
 
     session: str
     place: str
     tokens: int
     kl: float
+    error: float = 0.0
+    recompute: int = 0
 
 
 def at_cuts(
@@ -80,14 +87,58 @@ def at_cuts(
     return found
 
 
-def cuts_of(score: Score) -> list[Cut]:
-    """All cuts of a score, by session and place."""
-    found = [
-        Cut(row.partition("@")[0], place, int(figures["tokens"]), float(figures["kl"]))
-        for place, rows in score.rows.items()
-        for row, figures in rows.items()
-    ]
-    return sorted(found, key=lambda cut: (cut.session, cut.tokens, cut.place))
+def measure_cuts(
+    network: Any,
+    snapshots: Iterable[Snapshot],
+    probes: Sequence[Probe],
+    candidate: Rebuilt,
+    recompute: Sequence[int] = (0,),
+    *,
+    block: int = BLOCK,
+) -> list[Cut]:
+    """KL divergence at each cut, and again with some tokens before it computed from the rebuilt cache before them.
+
+    Parameters
+    ----------
+    network : transformers.PreTrainedModel
+        In float32.
+    snapshots : iterable of Snapshot
+        Originals.
+    probes : sequence of Probe
+    candidate : Rebuilt
+    recompute : sequence of int
+        Numbers of tokens. As in a loader's hits, none are computed again in a session's last block and at its end, nor
+        where less than a block would be left.
+    block : int
+        Tokens of a block.
+
+    Returns
+    -------
+    list of Cut
+        By session, place in it, and tokens computed again.
+    """
+    found = []
+    for original in map(in_memory, snapshots):
+        again, tokens = candidate.rebuild(original), np.asarray(original.tokens, np.int32)
+        for probe in (probe for probe in probes if probe.session == original.session):
+            before = log_probabilities(network, prefix(original, probe.cut), probe.text)
+            inside = len(tokens) - probe.cut >= block
+            for count in sorted(set(recompute)) if inside else (0,):
+                kept = probe.cut - count
+                if count and kept < block:
+                    continue
+                text = np.concatenate([tokens[kept : probe.cut], probe.text])
+                after = log_probabilities(network, prefix(again, kept), text)[count:]
+                kl = (before.exp() * (before - after)).sum(-1)
+                error = float(kl.std()) / len(kl) ** 0.5
+                found.append(Cut(probe.session, probe.place, probe.cut, float(kl.mean()), error, count))
+    return sorted(found, key=lambda cut: (cut.session, cut.tokens, cut.place, cut.recompute))
+
+
+def with_recompute(cuts: Iterable[Cut], count: int) -> list[Cut]:
+    """Each cut with the most tokens computed again that are not more than `count`."""
+    found = {(cut.session, cut.place, cut.tokens): cut for cut in cuts if cut.recompute <= count}
+    return list(found.values())
 
 
 def kind_of(session: str) -> str:
@@ -108,7 +159,7 @@ def summary(cuts: Sequence[Cut]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def plot_cuts(cuts: Sequence[Cut], promise: float | None, path: Path, title: str) -> None:
-    """Write a plot of KL divergence against the place of the cut.
+    """Write a plot of KL divergence against the place of the cut, without and with the most tokens computed again.
 
     Parameters
     ----------
@@ -123,17 +174,25 @@ def plot_cuts(cuts: Sequence[Cut], promise: float | None, path: Path, title: str
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    counts = sorted({cut.recompute for cut in cuts})
+    shown = [counts[0]] if len(counts) == 1 else [counts[0], counts[-1]]
+    figure = Figure(figsize=(9, 5) if len(shown) == 1 else (14, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    _draw(figure.subplots(), cuts, promise, title)
+    panels = figure.subplots(1, len(shown) + (len(shown) > 1), squeeze=False, sharey=True)[0]
+    for axes, count in zip(panels, shown, strict=False):
+        _draw(axes, with_recompute(cuts, count), promise, f"{count} tokens before the cut computed again")
+    if len(shown) > 1:
+        _draw_means(panels[-1], cuts, counts, promise)
+    panels[0].set_ylabel("KL divergence, nats per token")
+    panels[0].legend(fontsize=8, ncols=3)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     with settings():
         figure.savefig(path, dpi=140, metadata=metadata)
 
 
 def _draw(axes: Any, cuts: Sequence[Cut], promise: float | None, title: str) -> None:
-    kinds = list(dict.fromkeys(kind_of(cut.session) for cut in cuts))
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate(dict.fromkeys(kind_of(cut.session) for cut in cuts)):
         colour = f"C{number % 10}"
         for session in dict.fromkeys(cut.session for cut in cuts if kind_of(cut.session) == kind):
             line = [(cut.tokens, cut.kl) for cut in cuts if cut.session == session and cut.place in (BLOCKS, END)]
@@ -143,12 +202,26 @@ def _draw(axes: Any, cuts: Sequence[Cut], promise: float | None, title: str) -> 
             if some:
                 label = kind if place == END else None
                 axes.plot(*zip(*some, strict=True), marker, color=colour, markersize=5, label=label)
+    _draw_allowed(axes, promise)
+    axes.set_xlabel("tokens before the cut\n(dots: block ends, triangles: turn ends, circles: session ends)")
+    axes.set_title(title, loc="left", fontsize=10)
+
+
+def _draw_means(axes: Any, cuts: Sequence[Cut], counts: Sequence[int], promise: float | None) -> None:
+    for number, kind in enumerate(dict.fromkeys(kind_of(cut.session) for cut in cuts)):
+        for place, marker in ((BLOCKS, "."), (TURNS, "^")):
+            rows = [summary(with_recompute(cuts, count))[kind].get(place) for count in counts]
+            if rows[0]:
+                means = [row["kl"] for row in rows if row]
+                axes.plot(counts, means, marker + "-", color=f"C{number % 10}", linewidth=0.9, markersize=5)
+    _draw_allowed(axes, promise)
+    axes.set_xlabel("tokens before the cut computed again")
+    axes.set_title("means", loc="left", fontsize=10)
+
+
+def _draw_allowed(axes: Any, promise: float | None) -> None:
     for place, times in ALLOWED.items() if promise else ():
         axes.axhline(times * (promise or 0), color="black", linestyle=":", linewidth=0.9)
         axes.annotate(place, (0, times * (promise or 0)), xytext=(2, 2), textcoords="offset points", fontsize=8)
     axes.set_yscale("log")
-    axes.set_xlabel("tokens before the cut (dots: block ends, triangles: turn ends, circles: session ends)")
-    axes.set_ylabel("KL divergence, nats per token")
-    axes.set_title(title, loc="left", fontsize=11)
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=8, ncols=len(kinds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -42,6 +43,7 @@ def warm_file(
     profile: PathLike | None = None,
     rebuild: Rebuild | None = None,
     suffixed: bool = False,
+    recompute_at_cut: int | None = None,
 ) -> dict[str, Any]:
     """Write the file with which an engine starts warm.
 
@@ -71,6 +73,8 @@ def warm_file(
         archive is its own.
     suffixed : bool
         Add the format's own suffix to the name of the file.
+    recompute_at_cut : int, optional
+        Tokens left to the engine where a prompt leaves its session: see `pltpack.serve.prefixes.PrefixIndex`.
 
     Returns
     -------
@@ -97,7 +101,8 @@ def warm_file(
         if session is not None:
             snapshot = opened.snapshot(session)
         elif ids is not None:
-            snapshot = _prefix(opened, ids, salt) if rebuild is None else _made_prefix(opened, ids, salt)
+            found = functools.partial(_prefix, recompute_at_cut=recompute_at_cut) if rebuild is None else _made_prefix
+            snapshot = found(opened, ids, salt)
         else:
             raise UnsupportedError("neither a session nor a prompt was named")
         written = _write(snapshot, engine, Path(output), options, suffixed)
@@ -172,10 +177,10 @@ def _prompt(prompt: PathLike | np.ndarray) -> np.ndarray:
         raise error.at(path) from None
 
 
-def _prefix(archive: Archive, ids: np.ndarray, salt: str | None) -> Snapshot:
+def _prefix(archive: Archive, ids: np.ndarray, salt: str | None, recompute_at_cut: int | None) -> Snapshot:
     """What is stored of a prompt, decoded, under a name that says where it came from."""
     identity = None if salt is None else Identity(salt=salt)
-    with archive.loader(identity=identity) as loader:
+    with archive.loader(identity=identity, recompute_at_cut=recompute_at_cut) as loader:
         hit = loader.lookup(ids).first(len(ids) - 1)
         if not hit:
             raise _nothing(archive, ids)

@@ -57,8 +57,7 @@ class Fallbacks:
         barred = self.guard.all_barred() & index.sources.keys()
         with self._lock:
             if self._rest is None or self._rest[0] is not index or self._rest[1] != barred:
-                rest = {name: shard for name, shard in index.sources.items() if name not in barred}
-                self._rest = index, barred, PrefixIndex(rest, index.block, index.generation)
+                self._rest = index, barred, index.without(*barred)
             return self._rest[2]
 
 

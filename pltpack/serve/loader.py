@@ -65,6 +65,8 @@ class Loader:
         Fields of `identity` that the archive need not know.
     timeout : float, optional
         Seconds that a load may take unless it says otherwise.
+    recompute_at_cut : int, optional
+        Tokens that a hit leaves to the model where it does not reach the end of what is stored: see `PrefixIndex`.
     read_bytes_per_second : float, optional
         Limit for reading, to see what a slower disk would do.
     mapped : bool
@@ -106,6 +108,7 @@ class Loader:
         on_alert: Callable[[Alert], object] | None = None,
         limits: AlertLimits | None = None,
         fallback: Archive | None = None,
+        recompute_at_cut: int | None = None,
     ) -> None:
         if not isinstance(device, str):
             raise UnsupportedError(f"device must be a name, not {device!r}")
@@ -113,6 +116,7 @@ class Loader:
         workers = whole("workers", (os.cpu_count() or 1) if workers is None else workers, 1, MAX_WORKERS)
         depth, memory = whole("depth", depth, 1, MAX_DEPTH), whole("memory", memory, 0)
         timeout = positive("timeout", timeout, zero=True)
+        self._recompute = None if recompute_at_cut is None else whole("recompute_at_cut", recompute_at_cut, 0)
         read_bytes_per_second = positive("read_bytes_per_second", read_bytes_per_second)
         of_kind("identity", identity, Identity, "an Identity")
         of_kind("limits", limits, AlertLimits, "AlertLimits")
@@ -333,7 +337,7 @@ class Loader:
         for name, path in library_paths(list(copies.values()), self.salt):
             if name not in self._bad:
                 sources[name] = path
-        return PrefixIndex(sources, manifest.block, manifest.generation)
+        return PrefixIndex(sources, manifest.block, manifest.generation, self._recompute)
 
     def _leave_out(self, session: str, reason: str, error: BaseException) -> None:
         self._bad.add(session)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import xxhash
 
+from pltpack.archive.figures import recompute_at_cut
 from pltpack.archive.library import Library
 from pltpack.archive.shard import Shard, TokenCount
-from pltpack.errors import FormatError, UnsupportedError
+from pltpack.errors import FormatError, PltpackError, UnsupportedError
 from pltpack.format import tables
 from pltpack.format.manifest import SessionEntry
 from pltpack.snapshot import token_ids
@@ -35,7 +37,10 @@ class Hit:
     source : str
         Empty, or ``raw`` for a hit in the archive that takes the place of barred sessions.
     prefix : (int, int) or None
-        How many token ids were found, and their digest: a hit loads these tokens, in whatever archive, or nothing.
+        How many token ids it was found with, and their digest: a hit loads these tokens, in whatever archive, or
+        nothing.
+    recompute : int
+        Tokens that are stored behind these, in whole blocks, and left to the model: see `PrefixIndex`.
     """
 
     session: str
@@ -44,6 +49,7 @@ class Hit:
     generation: int
     source: str = ""
     prefix: tuple[int, int] | None = dataclasses.field(default=None, compare=False, repr=False)
+    recompute: int = 0
 
     def __bool__(self) -> bool:
         return self.tokens > 0
@@ -83,26 +89,68 @@ class PrefixIndex:
         By name; those that come first are preferred.
     block : int
     generation : int
+    recompute_at_cut : int or None
+        Tokens before a cut that hits leave to the model. A prompt that goes on elsewhere than the session that it was
+        found in has its cut there; one that reaches the session's last block has none. None for what each source's
+        codecs ask for: importance is that of a session's end, and the first tokens after a cut look at those before it.
     """
 
-    def __init__(self, sources: Mapping[str, Shard], block: int, generation: int) -> None:
+    def __init__(
+        self, sources: Mapping[str, Shard], block: int, generation: int, recompute_at_cut: int | None = 0
+    ) -> None:
         self.sources = dict(sources)
         self.block, self.generation = block, generation
+        self._recompute, self._asked = recompute_at_cut, dict[str, int]()
         self._names = list(self.sources)
         self._trie = RadixTrie.build(shard.tokens for shard in self.sources.values())
 
     def lookup(self, tokens: object) -> Hit:
-        """The longest stored prefix of some token ids, in whole blocks."""
+        """The longest stored prefix of some token ids that is as good as its tier promises, in whole blocks."""
         length, node = self._trie.lookup(token_ids(tokens))
-        length -= length % self.block
-        name = self._names[int(self._trie.owner[node])] if length else ""
-        prefix = (length, _digest(self.sources[name].tokens[:length])) if length else None
-        return Hit(name, length, self.block, self.generation, prefix=prefix)
+        whole = length - length % self.block
+        name, kept = self._names[int(self._trie.owner[node])] if whole else "", whole
+        left = self._left(name) if whole else 0
+        if left and not self._ends_here(name, whole):
+            other = self._ending(node, whole)
+            if other is None:
+                kept = max(0, length - left) // self.block * self.block
+            name = (name if kept else "") if other is None else other
+        prefix = (kept, _digest(self.sources[name].tokens[:kept])) if kept else None
+        return Hit(name, kept, self.block, self.generation, prefix=prefix, recompute=whole - kept)
 
-    def without(self, name: str) -> PrefixIndex:
-        """The same without one source."""
-        rest = {key: shard for key, shard in self.sources.items() if key != name}
-        return PrefixIndex(rest, self.block, self.generation)
+    def _left(self, name: str) -> int:
+        if self._recompute is not None:
+            return self._recompute
+        if name not in self._asked:
+            try:
+                self._asked[name] = recompute_at_cut(self.sources[name])
+            # Its load will be the miss that says why.
+            except PltpackError:
+                return 0
+        return self._asked[name]
+
+    def _ends_here(self, name: str, whole: int) -> bool:
+        return len(self.sources[name].tokens) - whole < self.block
+
+    def _ending(self, node: int, whole: int) -> str | None:
+        """A source on the way to a node whose last block ends after `whole` tokens."""
+        for step in reversed(self._trie.path(node)):
+            if self._trie.depth[step] + self._trie.length[step] < whole:
+                break
+            name = self._ends.get(step)
+            if name is not None and self._ends_here(name, whole):
+                return name
+        return None
+
+    @functools.cached_property
+    def _ends(self) -> dict[int, str]:
+        """Node -> the first source that ends there."""
+        return {self._trie.lookup(self.sources[name].tokens)[1]: name for name in reversed(self._names)}
+
+    def without(self, *names: str) -> PrefixIndex:
+        """The same without some sources."""
+        rest = {key: shard for key, shard in self.sources.items() if key not in names}
+        return PrefixIndex(rest, self.block, self.generation, self._recompute)
 
 
 def _digest(tokens: np.ndarray) -> int:

@@ -180,6 +180,7 @@ def _shared(settings: ConnectorSettings, own: Identity) -> FollowedArchive:
             found = FollowedArchive(
                 settings.archive, expected, settings.accept_unknown, settings.profile,
                 depth=settings.depth, workers=settings.workers, memory=settings.memory, timeout=settings.timeout,
+                recompute_at_cut=settings.recompute_at_cut,
             )  # fmt: skip
             if found.loader() is None and not settings.capture:
                 raise NotFoundError("no archive here, and prompts are not captured", settings.archive)

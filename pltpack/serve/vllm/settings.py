@@ -44,6 +44,9 @@ class ConnectorSettings:
         Seconds that one load may take.
     recompute_last : int
         Last tokens of a prompt that the engine computes though they are stored; at least 1.
+    recompute_at_cut : int or None
+        Further tokens that the engine computes where a prompt leaves a stored session before its end; what the
+        archive's tier asks for by default: see `pltpack.serve.prefixes.PrefixIndex`.
     queue_bytes : int
         Captured caches that may wait to be written; further ones are not kept.
     """
@@ -62,6 +65,7 @@ class ConnectorSettings:
     memory: int = 1 << 30
     timeout: float | None = None
     recompute_last: int = 2
+    recompute_at_cut: int | None = None
     queue_bytes: int = 1 << 30
 
     @classmethod
@@ -76,7 +80,8 @@ class ConnectorSettings:
         kinds: dict[str, type | tuple[type, ...]] = {
             "archive": str, "capture": bool, "capture_to": str, "dumps": str, "quality": str, "profile": str,
             "salt": str, "model": str, "accept_unknown": (list, tuple), "depth": int, "workers": int, "memory": int,
-            "timeout": (int, float), "recompute_last": int, "queue_bytes": int,
+            "timeout": (int, float), "recompute_last": int, "recompute_at_cut": int,
+            "queue_bytes": int,
         }  # fmt: skip
         values: dict[str, Any] = {}
         for name, value in extra.items():

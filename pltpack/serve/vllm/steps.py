@@ -70,8 +70,9 @@ class Planner:
         loader = self._archive.loader()
         if tokens is None:
             return 0
-        stored = 0 if loader is None else loader.lookup(tokens).tokens
-        self._asked[request.request_id] = computed, stored
+        hit = None if loader is None else loader.lookup(tokens)
+        stored, left = (0, 0) if hit is None else (hit.tokens, hit.recompute)
+        self._asked[request.request_id] = computed, stored + left
         whole = min(stored, len(tokens) - self._recompute) // self._size * self._size
         return max(0, whole - computed) if computed % self._size == 0 else 0
 
