@@ -48,8 +48,8 @@ def folder(tmp_path):
     return tmp_path / "archive"
 
 
-def followed(folder):
-    return FollowedArchive(folder, lambda _: dataclasses.replace(OWN, model=None))
+def followed(folder, **settings):
+    return FollowedArchive(folder, lambda _: dataclasses.replace(OWN, model=None), **settings)
 
 
 def request(tokens, name="r", **more):
@@ -129,6 +129,16 @@ def test_the_last_token_is_not_computed_alone_unless_that_is_asked_for(folder):
         planner = Planner(followed(folder), BLOCK, None, capture=False, recompute=recompute)
         assert [planner.matched(request(prompt), 0) for prompt in prompts] == found
     assert Planner(followed(folder), BLOCK, None, capture=False).matched(request(prompts[1]), 0) == 480
+
+
+def test_tokens_before_a_cut_are_computed_and_not_kept_again(folder):
+    prompt = LONG[:400]
+    for count, found in ((0, 384), (64, 320), (400, 0)):
+        planner = Planner(followed(folder, recompute_at_cut=count), BLOCK, None, capture=True)
+        assert planner.matched(request(prompt), 0) == found
+        planner.allocated(request(prompt), list(range(13)), found)
+        loads, saves = planner.plan(step(new=[("r", list(range(13)), found, 400 - found)]))
+        assert [load.stop for load in loads] == [found] * bool(found) and saves == []
 
 
 @pytest.mark.parametrize(
