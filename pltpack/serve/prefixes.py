@@ -91,7 +91,7 @@ class PrefixIndex:
     generation : int
     recompute_at_cut : int or None
         Tokens before a cut that hits leave to the model. A prompt that goes on elsewhere than the session that it was
-        found in has its cut there; one that reaches the session's last block has none. None for what each source's
+        found in has its cut there; less than a block before the session's end is none. None for what each source's
         codecs ask for: importance is that of a session's end, and the first tokens after a cut look at those before it.
     """
 
@@ -110,8 +110,8 @@ class PrefixIndex:
         whole = length - length % self.block
         name, kept = self._names[int(self._trie.owner[node])] if whole else "", whole
         left = self._left(name) if whole else 0
-        if left and not self._ends_here(name, whole):
-            other = self._ending(node, whole)
+        if left and not self._ends_here(name, length):
+            other = self._ending(node, length)
             if other is None:
                 kept = max(0, length - left) // self.block * self.block
             name = (name if kept else "") if other is None else other
@@ -129,16 +129,16 @@ class PrefixIndex:
                 return 0
         return self._asked[name]
 
-    def _ends_here(self, name: str, whole: int) -> bool:
-        return len(self.sources[name].tokens) - whole < self.block
+    def _ends_here(self, name: str, length: int) -> bool:
+        return len(self.sources[name].tokens) - length < self.block
 
-    def _ending(self, node: int, whole: int) -> str | None:
-        """A source on the way to a node whose last block ends after `whole` tokens."""
+    def _ending(self, node: int, length: int) -> str | None:
+        """A source on the way to a node that holds all whole blocks of `length` tokens and ends about there."""
         for step in reversed(self._trie.path(node)):
-            if self._trie.depth[step] + self._trie.length[step] < whole:
+            if self._trie.depth[step] + self._trie.length[step] < length - length % self.block:
                 break
             name = self._ends.get(step)
-            if name is not None and self._ends_here(name, whole):
+            if name is not None and self._ends_here(name, length):
                 return name
         return None
 
