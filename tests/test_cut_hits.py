@@ -90,7 +90,7 @@ def test_branches_of_the_library_are_ends(archives: Path, tmp_path: Path) -> Non
         hit = loader.lookup(np.append(IDS[:200], OTHER + 5000))
         assert (hit.tokens, hit.recompute) == (192, 0)
         assert same(loader.load(hit), archive.read("s0"), 192)
-        assert loader.lookup(np.append(IDS[:168], OTHER + 5000)).tokens == 96
+        assert loader.lookup(np.append(IDS[:160], OTHER + 5000)).tokens == 96
 
 
 class Text:
