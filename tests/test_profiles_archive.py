@@ -147,6 +147,20 @@ class TestReading:
                 lazy.layer(layer)
         assert sorted(decoded) == sorted([0, 256, 512] * 2)
 
+    @pytest.mark.parametrize("memory", [1 << 28, 100_000, 0])
+    def test_a_unit_is_decoded_once_where_layers_are_written_in_slices(
+        self, archive: Path, decoded: list[int], memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(spans, "MEMORY_BYTES", memory)
+        with pltpack.open(archive) as opened:
+            widest = max(layer.bytes_per_token for layer in opened.identity.layers)
+        monkeypatch.setattr("pltpack.dumps.base._SLICE_BYTES", 256 * widest)
+        pltpack.decompress(archive, tmp_path / "out", sessions=["long"])
+        assert sorted(decoded) == sorted([0, 256, 512] * 2)
+        (dump,) = open_dumps(tmp_path / "out")
+        with pltpack.open(archive) as opened:
+            assert bits(dump) == bits(opened.read("long"))
+
     @pytest.mark.parametrize("memory", [1 << 28, 0])
     def test_decompressing_equals_reading(self, archive: Path, memory: int, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

@@ -21,7 +21,7 @@ from pltpack.snapshot import LayerGeometry
 if TYPE_CHECKING:
     from pltpack.archive.reader import Archive
 
-#: Decoded bytes of a layer group that are kept in memory; more go to a temporary file.
+#: Decoded bytes of layer groups that are kept in memory; more go to a temporary file.
 MEMORY_BYTES = 1 << 28
 
 
@@ -49,7 +49,8 @@ class SpanSource:
     def __init__(self, archive: Archive, shard: Shard, decode: Decode) -> None:
         self._archive, self._decode, self._lock = archive, decode, threading.Lock()
         self._shard, self._layers = shard, shard.identity.layers
-        self._held: _Held | None = None
+        # By token range: who writes long layers asks for all ranges of one before those of the next.
+        self._held: dict[tuple[int, int], _Held] = {}
         self._plain = False
 
     def layer(self, index: int, start: int, stop: int) -> KeyValue | None:
@@ -57,45 +58,44 @@ class SpanSource:
         with self._lock:
             if self._plain or start == stop:
                 return None
-            if self._held is None or not self._held.has(index, start, stop):
+            held = self._held.get((start, stop))
+            if held is None or index not in held.group:
                 pieces = span_pieces(self._shard, range(index, len(self._layers)), start, stop)
                 if not pieces:
                     self._plain = True
                     return None
-                self._fill([piece for piece in pieces if piece[0] == pieces[0][0]], start, stop)
-            assert self._held is not None
-            return self._held.layer(index)
+                held = self._fill([piece for piece in pieces if piece[0] == pieces[0][0]], start, stop)
+            return held.layer(index)
 
-    def _fill(self, pieces: list[tuple[range, int, int]], start: int, stop: int) -> None:
-        self._held = None
-        group = pieces[0][0]
-        held = _Held([self._layers[i] for i in group], group, start, stop)
+    def _fill(self, pieces: list[tuple[range, int, int]], start: int, stop: int) -> _Held:
+        # Ranges of one pass do not overlap.
+        self._held = {at: held for at, held in self._held.items() if at[1] <= start or stop <= at[0]}
+        group, spare = pieces[0][0], MEMORY_BYTES - sum(held.memory for held in self._held.values())
+        held = _Held([self._layers[i] for i in group], group, start, stop, spare)
 
         def work(piece: tuple[range, int, int]) -> None:
             _, first, last = piece
             held.put(first, last, self._decode(group, first, last, held.room(first, last)))
 
         together(work, pieces, self._archive.pool, (os.cpu_count() or 1) - 1)
-        self._held = held
+        self._held[start, stop] = held
+        return held
 
 
 class _Held:
-    """A layer group's decoded tokens, in memory if they are few."""
+    """A layer group's decoded tokens, in memory if they are at most so many bytes."""
 
-    def __init__(self, layers: Sequence[LayerGeometry], group: range, start: int, stop: int) -> None:
-        self._layers, self._group, self._start, self._stop = layers, group, start, stop
+    def __init__(self, layers: Sequence[LayerGeometry], group: range, start: int, stop: int, spare: int) -> None:
+        self._layers, self.group, self._start, self._stop, self.memory = layers, group, start, stop, 0
         sizes = [(stop - start) * layer.bytes_per_token for layer in layers]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(int).tolist()
         self._file: BinaryIO | None = None
         self._arrays: list[KeyValue] = []
-        if sum(sizes) > MEMORY_BYTES:
+        if sum(sizes) > spare:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
         else:
+            self.memory = sum(sizes)
             self._arrays = one_buffer(layers, stop - start)
-
-    def has(self, layer: int, start: int, stop: int) -> bool:
-        """Whether a layer's tokens are here."""
-        return layer in self._group and (start, stop) == (self._start, self._stop)
 
     def room(self, first: int, last: int) -> list[KeyValue] | None:
         """Where tokens ``[first, last)`` can be decoded to in place."""
@@ -120,7 +120,7 @@ class _Held:
 
     def layer(self, layer: int) -> KeyValue:
         """One layer's keys and values."""
-        index = layer - self._group.start
+        index = layer - self.group.start
         if self._file is None:
             return self._arrays[index]
         keys, values = fresh(self._layers[index], self._stop - self._start)
