@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -24,7 +25,7 @@ from loader_common import bits, damage, loader_threads, open_files, same
 import pltpack
 from pltpack.archive import segments
 from pltpack.errors import IdentityError, UnsupportedError
-from pltpack.serve import Contiguous, Hit, MissError, Paged, layered
+from pltpack.serve import Contiguous, Hit, MissError, Paged, layered, plan
 from pltpack.serve import stream as stream_module
 from pltpack.serve.centroids import Centroids
 from pltpack.serve.channel import Channel
@@ -965,3 +966,21 @@ def test_a_hit_of_another_archive_is_a_miss(tmp_path: Path) -> None:
 def test_block_tables_are_whole_numbers(blocks: list[object]) -> None:
     with pytest.raises(UnsupportedError, match="whole numbers"):
         Paged([], blocks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "lengths"),
+    [(1, 1 << 30, (1, 1, 1)), (1, 1 << 30, (2, 1)), (1, 1, (1, 1, 1)), (1 << 30, 1 << 30, (1, 1, 1))],
+)
+def test_small_layers_are_loaded_together(path, monkeypatch, least, most, lengths):
+    monkeypatch.setattr(plan, "LEAST_BYTES", least)
+    monkeypatch.setattr(plan, "TOGETHER_BYTES", most)
+    monkeypatch.setattr(plan, "LAYERS_TOGETHER", lengths[:1] + lengths[:1])
+    monkeypatch.setattr(plan, "PIECE_TOKENS", 32)
+    with pltpack.open(path) as archive:
+        pieces = plan.pieces_of(archive.shard("s1"), 88, together=True)
+        steps = [list(group) for _, group in itertools.groupby(pieces, lambda piece: piece.step)]
+        assert [len(step[0].layers) for step in steps] == list(lengths)
+        assert all([(piece.start, piece.stop) for piece in step] == [(0, 32), (32, 64), (64, 88)] for step in steps)
+        loader = archive.loader()
+        assert same(loader.load(loader.lookup(PREFIX + TAILS[1])), archive.snapshot("s1"), 88)

@@ -15,6 +15,11 @@ from pltpack.archive.shard import Shard
 
 #: A layer of a long session is decoded in pieces of at most this many tokens.
 PIECE_TOKENS = 8192
+#: Layers that are loaded together, the last number again and again: the first come soon, and to hand a piece from stage
+#: to stage takes as long as to decode a small layer.
+LAYERS_TOGETHER = 1, 1, 2, 3, 4
+#: Decoded bytes that layers loaded together have at most, and those of one below which it is not worth it.
+TOGETHER_BYTES, LEAST_BYTES = 1 << 22, 1 << 16
 
 
 class Piece(NamedTuple):
@@ -33,14 +38,14 @@ class Piece(NamedTuple):
         return f"{first}" if first == last else f"{first}-{last}:{self.start}"
 
 
-def pieces_of(shard: Shard, tokens: int) -> list[Piece]:
-    """All pieces of the first `tokens` tokens of a session, in the order of their layers."""
+def pieces_of(shard: Shard, tokens: int, together: bool = False) -> list[Piece]:
+    """All pieces of the first `tokens` tokens of a session, in the order of their layers; small ones maybe together."""
     cut = span_pieces(shard, range(len(shard.identity.layers)), 0, tokens)
     if not cut:
         ends = [*range(0, tokens, PIECE_TOKENS), tokens]
         cut = [
-            (range(layer, layer + 1), first, last)
-            for layer in range(len(shard.identity.layers))
+            (layers, first, last)
+            for layers in _layers_of(shard, tokens if together else 0)
             for first, last in itertools.pairwise(ends)
         ]
     groups = [list(group) for _, group in itertools.groupby(cut, key=lambda piece: piece[0])]
@@ -49,6 +54,16 @@ def pieces_of(shard: Shard, tokens: int) -> list[Piece]:
         for step, group in enumerate(groups)
         for index, piece in enumerate(group)
     ]
+
+
+def _layers_of(shard: Shard, tokens: int) -> Iterator[range]:
+    at, sizes = 0, [layer.bytes_per_token * tokens for layer in shard.identity.layers]
+    counts = itertools.chain(LAYERS_TOGETHER, itertools.repeat(LAYERS_TOGETHER[-1]))
+    while at < len(sizes):
+        most = min(next(counts), TOGETHER_BYTES // max(sizes[at], 1)) if sizes[at] >= LEAST_BYTES else 1
+        stop = min(at + max(most, 1), len(sizes))
+        yield range(at, stop)
+        at = stop
 
 
 def units_of(shard: Shard, piece: Piece) -> list[tuple[Segment, np.void]]:

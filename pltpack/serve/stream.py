@@ -65,7 +65,7 @@ class Work:
         # Longer than the system can wait is for ever.
         limited = timeout is not None and timeout < threading.TIMEOUT_MAX / 2
         self._deadline = time.monotonic() + timeout if limited and timeout is not None else None
-        self._pieces = pieces_of(job.shard, job.tokens)
+        self._pieces = pieces_of(job.shard, job.tokens, together=job.device is None)
         layers = len(job.shard.identity.layers)
         self._step_of = {layer: piece.step for piece in self._pieces for layer in piece.layers}
         steps = [list(group) for _, group in itertools.groupby(self._pieces, key=lambda piece: piece.step)]
